@@ -1,0 +1,167 @@
+"""One background event loop for all our I/O.
+
+A pooled HTTP client belongs to the loop that opened its connections. With one long-lived loop, calls
+from plain scripts, notebooks, threads and any number of `asyncio.run` share one client, one pool and
+one concurrency limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextvars
+import os
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
+from contextlib import aclosing
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+_CLEAN_UP_SECONDS = 5.0
+
+
+class _Work(Generic[T]):
+    """A coroutine handed to another loop, whose end can be awaited even after a cancellation."""
+
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._coroutine = coroutine
+        self._loop = loop
+        self._task: asyncio.Task[T] | None = None
+        # The caller's context travels along, so that traces opened there stay one tree.
+        loop.call_soon_threadsafe(self._start, context=contextvars.copy_context())
+
+    def _start(self) -> None:
+        self._task = self._loop.create_task(self._coroutine)
+        self._task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            self.outcome.cancel()
+        elif (error := task.exception()) is not None:
+            self.outcome.set_exception(error)
+        else:
+            self.outcome.set_result(task.result())
+
+    def cancel(self) -> None:
+        """Cancel the coroutine; `outcome` completes once its clean-up has run."""
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
+class Portal:
+    """A lazily started daemon thread with an event loop; made anew in a forked child."""
+
+    def __init__(self) -> None:
+        """Start nothing yet."""
+        self._reset()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The running loop, started on first use."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(
+                    target=self._loop.run_forever, name="specrag-io", daemon=True
+                ).start()
+            return self._loop
+
+    def here(self) -> bool:
+        """Whether the caller already runs on the portal's loop."""
+        try:
+            return asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            return False
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine from synchronous code and return its result.
+
+        An interrupt (Ctrl-C) cancels the coroutine and waits for its clean-up, so that no request is
+        left in flight.
+
+        Raises:
+            RuntimeError: called from a coroutine that runs on the portal itself, where waiting would
+                never end; use the async method there.
+        """
+        if self.here():
+            coroutine.close()
+            raise RuntimeError(
+                "a synchronous specrag call was made inside specrag's own event loop; "
+                "use the async method (aask, astream) there"
+            )
+        work = _Work(coroutine, self.loop)
+        try:
+            return work.outcome.result()
+        except BaseException:
+            if not work.outcome.done():
+                work.cancel()
+                concurrent.futures.wait([work.outcome], timeout=_CLEAN_UP_SECONDS)
+            raise
+
+    async def hop(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Await a coroutine on the portal's loop from any loop.
+
+        A cancellation crosses over, and is not passed on before the coroutine has cleaned up.
+        """
+        if self.here():
+            return await coroutine
+        work = _Work(coroutine, self.loop)
+        waiter = asyncio.wrap_future(work.outcome)
+        try:
+            return await asyncio.shield(waiter)
+        except asyncio.CancelledError:
+            if not waiter.done():
+                work.cancel()
+                await asyncio.wait([waiter], timeout=_CLEAN_UP_SECONDS)
+            if waiter.done() and not waiter.cancelled():
+                waiter.exception()  # marks it as seen: the cancellation outranks it
+            raise
+
+    async def hop_each(self, items: AsyncGenerator[T, None]) -> AsyncIterator[T]:
+        """Iterate from any loop over a generator that runs on the portal's loop."""
+        if self.here():
+            async with aclosing(items):
+                async for item in items:
+                    yield item
+            return
+        try:
+            while True:
+                try:
+                    item = await self.hop(_next(items))
+                except StopAsyncIteration:
+                    return
+                yield item
+        finally:
+            await self.hop(items.aclose())
+
+    def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
+        """Iterate from synchronous code; closing the iterator closes the generator."""
+        try:
+            while True:
+                try:
+                    item = self.run(_next(items))
+                except StopAsyncIteration:
+                    return
+                yield item
+        finally:
+            self.run(items.aclose())
+
+
+async def _next(items: AsyncGenerator[T, None]) -> T:
+    return await anext(items)
+
+
+portal = Portal()
