@@ -15,9 +15,9 @@
     ├── DraftFormatError                     a draft without an answer; .text keeps what was written
     └── NoAnswerError                        .reason .failures
 
-Callers usually need three: `SpecRAGError`, `EndpointError` and `NoAnswerError`. Within a question an
-`EndpointError` or `DraftFormatError` of one draft becomes a value (`FailedDraft`); everything else is
-a bug and propagates as itself.
+Callers usually need three: `SpecRAGError`, `EndpointError` and `NoAnswerError`. Within a question
+an `EndpointError` or `DraftFormatError` of one draft becomes a value (`FailedDraft`); everything
+else is a bug and propagates as itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The seam: what the pipeline asks of a model, and what it hears back.
 
-A `ChatRequest` says what is *wanted*; each model says it in its own wire format. The orchestration is
-written once against `ChatModel`, whether an `Endpoint`, a LangChain Runnable or a LlamaIndex LLM
-stands behind it.
+A `ChatRequest` says what is *wanted*; each model says it in its own wire format. The orchestration
+is written once against `ChatModel`, whether an `Endpoint`, a LangChain Runnable or a LlamaIndex
+LLM stands behind it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ChatRequest:
     top_logprobs: int | None = None
     """None: no log-probabilities; 0: those of the written tokens; n: n alternatives as well."""
     labels: tuple[str, ...] = ()
-    """The first tokens whose probability matters, for servers that can be asked for them by name."""
+    """First tokens whose probability matters, for servers that can be asked for them by name."""
     score_message: int | None = None
     """Index of an assistant message whose tokens' log-probabilities are wanted as well."""
 
@@ -72,7 +72,7 @@ class Token:
     """The token's bytes: a character may be spread over several tokens."""
     logprob: float
     alternatives: tuple[tuple[str, float], ...] = ()
-    """(text, log-probability in nats) of the likeliest tokens at this place, in no certain order."""
+    """(text, log-probability in nats) of the likeliest tokens here, in no certain order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """One background event loop for all our I/O.
 
-A pooled HTTP client belongs to the loop that opened its connections. With one long-lived loop, calls
-from plain scripts, notebooks, threads and any number of `asyncio.run` share one client, one pool and
-one concurrency limit.
+A pooled HTTP client belongs to the loop that opened its connections. With one long-lived loop,
+calls from plain scripts, notebooks, threads and any number of `asyncio.run` share one client, one
+pool and one concurrency limit.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ _CLEAN_UP_SECONDS = 5.0
 class _Work(Generic[T]):
     """A coroutine handed to another loop, whose end can be awaited even after a cancellation."""
 
-    def __init__(
-        self, coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
         self.outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._coroutine = coroutine
         self._loop = loop
@@ -89,12 +87,12 @@ class Portal:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine from synchronous code and return its result.
 
-        An interrupt (Ctrl-C) cancels the coroutine and waits for its clean-up, so that no request is
-        left in flight.
+        An interrupt (Ctrl-C) cancels the coroutine and waits for its clean-up, so that no request
+        is left in flight.
 
         Raises:
-            RuntimeError: called from a coroutine that runs on the portal itself, where waiting would
-                never end; use the async method there.
+            RuntimeError: called from a coroutine that runs on the portal itself, where waiting
+                would never end; use the async method there.
         """
         if self.here():
             coroutine.close()
@@ -145,7 +143,7 @@ class Portal:
                     return
                 yield item
         finally:
-            await self.hop(items.aclose())
+            await self.hop(_close(items))
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
         """Iterate from synchronous code; closing the iterator closes the generator."""
@@ -157,11 +155,15 @@ class Portal:
                     return
                 yield item
         finally:
-            self.run(items.aclose())
+            self.run(_close(items))
 
 
 async def _next(items: AsyncGenerator[T, None]) -> T:
     return await anext(items)
+
+
+async def _close(items: AsyncGenerator[Any, None]) -> None:
+    await items.aclose()
 
 
 portal = Portal()

@@ -1,0 +1,226 @@
+"""Replies: what servers send, read into `ChatReply` and `Capabilities`.
+
+Servers that ignore a field answer 200 all the same, so nothing is believed before it was checked:
+an array that is missing, short, null, not finite or full of fillers means "cannot".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specrag_integrations.errors import MalformedReplyError
+from specrag_integrations.models import Capabilities, ChatReply, ChatRequest, Token, TokenCount
+
+Json = dict[str, Any]
+
+_LOGPROB_FLOOR = -100.0
+"""Servers write -9999 or -inf for "never"; one such token must not drown a mean."""
+_CUT_PROMPT_RATIO = 10
+"""Characters per prompt token beyond which the server must have cut the prompt (usual: 3-5)."""
+
+
+def read_reply(data: Json, request: ChatRequest, *, endpoint: str) -> ChatReply:
+    """Read the body of a chat completion; `endpoint` is its name in errors.
+
+    Raises:
+        MalformedReplyError: there is no message in it.
+    """
+    choice = mapping(next(iter(data.get("choices") or []), None))
+    message = choice.get("message")
+    if not isinstance(message, dict):
+        raise MalformedReplyError(
+            f"{endpoint}: the reply has no choices[0].message", endpoint=endpoint
+        )
+    count = _read_count(data.get("usage"))
+    finish = choice.get("finish_reason")
+    model = data.get("model")
+    text = message.get("content")
+    return ChatReply(
+        text=text if isinstance(text, str) else "",
+        tokens=_read_tokens(choice.get("logprobs")) if request.top_logprobs is not None else None,
+        scored=_read_scored(data, request),
+        finish_reason=finish if isinstance(finish, str) else None,
+        count=count,
+        model=model if isinstance(model, str) else None,
+        notes=_cut_prompt(request, count),
+    )
+
+
+def _read_count(usage: object) -> TokenCount:
+    counts = mapping(usage)
+    return TokenCount(
+        prompt=_whole(counts.get("prompt_tokens")),
+        completion=_whole(counts.get("completion_tokens")),
+        cached=_whole(mapping(counts.get("prompt_tokens_details")).get("cached_tokens")),
+    )
+
+
+def _cut_prompt(request: ChatRequest, count: TokenCount) -> tuple[str, ...]:
+    """Notice a server that silently keeps only part of a long prompt."""
+    characters = sum(len(message.content) for message in request.messages)
+    if count.prompt and characters > _CUT_PROMPT_RATIO * count.prompt:
+        return (f"{characters} characters became {count.prompt} tokens: the server cut the prompt",)
+    return ()
+
+
+def _read_tokens(logprobs: object) -> tuple[Token, ...] | None:
+    """Read the written tokens; None where they are missing or carry no information."""
+    found = mapping(logprobs)
+    entries = found.get("content")
+    if not entries:
+        entries = _from_completions_shape(found)
+    tokens = [_read_token(entry) for entry in entries or []]
+    usable = [token for token in tokens if token is not None]
+    if not usable or len(usable) != len(tokens):
+        return None
+    if all(token.logprob <= _LOGPROB_FLOOR for token in usable):
+        return None  # a server that fills the array without computing anything
+    return tuple(usable)
+
+
+def _read_token(entry: object) -> Token | None:
+    fields = mapping(entry)
+    text, logprob = fields.get("token"), _logprob(fields.get("logprob"))
+    if not isinstance(text, str) or logprob is None:
+        return None
+    raw = fields.get("bytes")
+    alternatives = [
+        (other["token"], value)
+        for other in map(mapping, fields.get("top_logprobs") or [])
+        if isinstance(other.get("token"), str)
+        and (value := _logprob(other.get("logprob"))) is not None
+    ]
+    return Token(
+        text=text,
+        data=bytes(raw) if isinstance(raw, list) else text.encode(),
+        logprob=logprob,
+        alternatives=tuple(alternatives),
+    )
+
+
+def _from_completions_shape(found: Json) -> list[Json]:
+    """Read the shape of `/v1/completions`, which some servers send from the chat route too."""
+    texts, values = found.get("tokens") or [], found.get("token_logprobs") or []
+    tops = found.get("top_logprobs") or [None] * len(texts)
+    if not len(texts) == len(values) == len(tops):
+        return []
+    return [
+        {
+            "token": text,
+            "logprob": value,
+            "top_logprobs": [{"token": t, "logprob": v} for t, v in mapping(top).items()],
+        }
+        for text, value, top in zip(texts, values, tops, strict=True)
+    ]
+
+
+def _logprob(value: object) -> float | None:
+    """Return a usable log-probability in nats, floored; None for what is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        return None
+    return None if value > 0 else max(float(value), _LOGPROB_FLOOR)
+
+
+def _read_scored(data: Json, request: ChatRequest) -> tuple[Token, ...] | None:
+    """Cut the scored message's tokens out of vLLM's `prompt_logprobs`.
+
+    The server does not map tokens to messages, so the message is looked for in the decoded prompt,
+    after the messages before it. A template that changes the text makes this fail, never guess.
+    """
+    values, ids = data.get("prompt_logprobs"), data.get("prompt_token_ids")
+    if request.score_message is None or not isinstance(values, list) or not isinstance(ids, list):
+        return None
+    if len(values) != len(ids):
+        return None
+    tokens = [_read_prompt_token(entry, token) for entry, token in zip(values, ids, strict=True)]
+    prompt = "".join(token.text if token else "" for token in tokens)
+    start, end = 0, 0
+    for message in request.messages[: request.score_message + 1]:
+        start = prompt.find(message.content, end)
+        if start < 0:
+            return None
+        end = start + len(message.content)
+    return _cut(tokens, start, end)
+
+
+def _read_prompt_token(entry: object, token_id: object) -> Token | None:
+    fields = mapping(mapping(entry).get(str(token_id)))
+    text, logprob = fields.get("decoded_token"), _logprob(fields.get("logprob"))
+    if logprob is None:
+        return None
+    text = text if isinstance(text, str) else ""
+    return Token(text=text, data=text.encode(), logprob=logprob)
+
+
+def _cut(tokens: Sequence[Token | None], start: int, end: int) -> tuple[Token, ...] | None:
+    """Return the tokens whose characters overlap [start, end), or None if one is missing."""
+    cut: list[Token] = []
+    position = 0
+    for token in tokens:
+        length = len(token.text) if token else 0
+        if position < end and position + length > start:
+            if token is None:
+                return None
+            cut.append(token)
+        position += length
+    if not cut or all(token.logprob <= _LOGPROB_FLOOR for token in cut):
+        return None
+    return tuple(cut)
+
+
+def read_capabilities(entries: list[Json], model: str | None) -> Capabilities:
+    """Read the entries of `/v1/models`."""
+    entry = next((entry for entry in entries if entry.get("id") == model), None)
+    entry = entry or next(iter(entries), {})
+    owners = {"vllm": "vllm", "llamacpp": "llama.cpp", "sglang": "sglang"}
+    server = owners.get(str(entry.get("owned_by")))
+    context = entry.get("max_model_len") or mapping(entry.get("meta")).get("n_ctx")
+    return Capabilities(
+        server=server,
+        context_tokens=_whole(context),
+        counts_tokens=server in {"vllm", "llama.cpp"},
+    )
+
+
+@dataclass(slots=True)
+class Collected:
+    """A streamed reply put together again."""
+
+    attempts: int = 1
+    texts: list[str] = field(default_factory=list)
+    tokens: list[Any] = field(default_factory=list)
+    finish_reason: str | None = None
+    usage: Any = None
+    model: Any = None
+
+    def add(self, chunk: Json) -> str:
+        """Take a chunk in and return the text it brings."""
+        self.usage = chunk.get("usage") or self.usage
+        self.model = chunk.get("model") or self.model
+        choice = mapping(next(iter(chunk.get("choices") or []), None))
+        self.tokens += mapping(choice.get("logprobs")).get("content") or []
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        piece = mapping(choice.get("delta")).get("content")
+        if not isinstance(piece, str):
+            return ""
+        self.texts.append(piece)
+        return piece
+
+    def as_reply(self) -> Json:
+        choice = {
+            "message": {"content": "".join(self.texts)},
+            "finish_reason": self.finish_reason,
+            "logprobs": {"content": self.tokens} if self.tokens else None,
+        }
+        return {"choices": [choice], "usage": self.usage, "model": self.model}
+
+
+def mapping(value: object) -> Json:
+    return value if isinstance(value, dict) else {}
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
