@@ -12,7 +12,7 @@ from specrag_integrations.citations import (
     is_abstention,
     without_dead_citations,
 )
-from specrag_integrations.errors import ContextTooSmallError, DraftFormatError, EndpointError
+from specrag_integrations.errors import DraftFormatError, EndpointError
 from specrag_integrations.models import (
     ChatModel,
     ChatReply,
@@ -159,7 +159,7 @@ class Drafter:
                 model=model.name,
                 seconds=now - sent,
                 arrived=now - started,
-                attempts=1 if isinstance(error, ContextTooSmallError) else model.max_attempts,
+                attempts=error.attempts,
             )
         arrived = time.perf_counter() - started
         try:

@@ -155,7 +155,12 @@ class Endpoint:
         """
         return await portal.hop(self._chat(request))
 
-    def stream(self, request: ChatRequest, *, step: Step) -> AsyncIterator[ChatDelta]:
+    def stream(
+        self,
+        request: ChatRequest,
+        *,
+        step: Step,  # noqa: ARG002 - names traces, and HTTP has none
+    ) -> AsyncIterator[ChatDelta]:
         """Yield the reply in pieces; only the time before the first piece is ever retried.
 
         Raises:
@@ -188,11 +193,15 @@ class Endpoint:
         started = time.perf_counter()
         model = await self._model_name()
         attempts = 0
-        async for attempt in _retrying(self._max_attempts):
-            with attempt:
-                attempts = attempt.retry_state.attempt_number
-                data = await self._post_chat(request, model)
-                reply = read_reply(data, request, endpoint=self._shown_url)
+        try:
+            async for attempt in _retrying(self._max_attempts):
+                with attempt:
+                    attempts = attempt.retry_state.attempt_number
+                    data = await self._post_chat(request, model)
+                    reply = read_reply(data, request, endpoint=self._shown_url)
+        except EndpointError as error:
+            error.attempts = attempts
+            raise
         return replace(reply, seconds=time.perf_counter() - started, attempts=attempts)
 
     async def _post_chat(self, request: ChatRequest, model: str) -> Json:

@@ -74,6 +74,8 @@ class EndpointError(SpecRAGError):
         self.status_code = status_code
         self.request_id = request_id
         self.retry_after = retry_after
+        self.attempts = 1
+        """HTTP requests sent before giving up."""
 
 
 class EndpointTimeoutError(EndpointError):

@@ -210,6 +210,7 @@ class Collected:
         return piece
 
     def as_reply(self) -> Json:
+        """Return the body that the same request without streaming would have brought."""
         choice = {
             "message": {"content": "".join(self.texts)},
             "finish_reason": self.finish_reason,
@@ -219,6 +220,7 @@ class Collected:
 
 
 def mapping(value: object) -> Json:
+    """Return the value if it is a JSON object, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 

@@ -31,22 +31,22 @@ class Spans:
 
 
 _MARK = r"[\s>*_#`~\-]*"  # Markdown and white space around a header
-_HEADER = rf"(?:^|\n){_MARK}(?:\d+[.)]\s*)?{_MARK}(?:the\s+)?(?:final\s+|short\s+)?"
-_COLON = rf"{_MARK}[:\uff1a]{_MARK}"
-_RATIONALE_HEADER = re.compile(
-    rf"{_HEADER}(?:rationale|reasoning|explanation){_COLON}", re.IGNORECASE
-)
-_ANSWER_HEADER = re.compile(rf"{_HEADER}(?:answer|response){_COLON}", re.IGNORECASE)
-_INLINE_ANSWER = re.compile(r"(?<=[.!?\]])\s+(?:final\s+)?(?:answer|response):\s*", re.IGNORECASE)
-_BARE_HEADER = re.compile(
-    rf"(?:^|\n){_MARK}(?:final\s+)?(answer|response|rationale){_MARK}(?=\n)", re.IGNORECASE
+_HEADER = rf"(?:^|\n){_MARK}(?:\d+[.)]{_MARK})?(?:the\s+)?(?:final\s+|short\s+)?"
+# After the colon a sign may belong to the answer: -5, >50 %, ~3, #1.
+_COLON = rf"{_MARK}[:\uff1a](?:[ \t]*(?:\*\*|__))?"
+_RATIONALE = r"(?:rationale|reasoning|explanation)"
+_ANSWER = r"(?:answer|response)"
+_RATIONALE_HEADER = re.compile(rf"{_HEADER}{_RATIONALE}(?:{_COLON}|{_MARK}(?=\n))", re.IGNORECASE)
+_ANSWER_HEADER = re.compile(
+    rf"{_HEADER}{_ANSWER}(?:{_COLON}|{_MARK}(?=\n))"
+    rf"|(?<=[.!?\]])[ \t]+(?:final[ \t]+)?{_ANSWER}:",  # on the rationale's own line
+    re.IGNORECASE,
 )
 _THINKING = re.compile(r"<(think|thinking|reasoning)>.*?(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE)
 _END_OF_THINKING = re.compile(r"</(?:think|thinking|reasoning)>", re.IGNORECASE)
 _SPECIAL_TOKEN = re.compile(r"<\|[^|<>\n]{1,40}\|>|</s>")
 _CONTENT = re.compile(r"\S")
 _PARAGRAPH = re.compile(r"\n[ \t]*\n")
-_EDGES = " \t\r\n*_#`~>"
 
 
 def find_spans(text: str, *, truncated: bool = False) -> Spans:
@@ -60,17 +60,13 @@ def find_spans(text: str, *, truncated: bool = False) -> Spans:
         DraftFormatError: there is no answer to be found.
     """
     visible = _blanked(text)
-    headers = list(_ANSWER_HEADER.finditer(visible)) or list(_INLINE_ANSWER.finditer(visible))
-    headers = headers or [m for m in _BARE_HEADER.finditer(visible) if m[1].lower() != "rationale"]
     rationale_header = _RATIONALE_HEADER.search(visible)
-    if headers and rationale_header:
-        # The answer that belongs to the rationale: models like to go on with a second example.
-        after = [header for header in headers if header.start() >= rationale_header.start()]
-        header = (after or headers)[0]
-    elif headers:
-        header = headers[0]
-    else:
+    headers = list(_ANSWER_HEADER.finditer(visible))
+    if not headers:
         return _without_header(text, visible, rationale_header, truncated=truncated)
+    # The answer that belongs to the rationale: models like to go on with a second example.
+    first = rationale_header.start() if rationale_header else 0
+    header = next((found for found in headers if found.start() >= first), headers[0])
     end_of_answer = _end_of_answer(visible, header.end())
     answer = _trimmed(visible, header.end(), end_of_answer)
     if rationale_header is None:
@@ -121,12 +117,31 @@ def _blanked(text: str) -> str:
     return " " * ends[-1].end() + text[ends[-1].end() :] if ends else text
 
 
+def without_thinking(text: str) -> str:
+    """Remove thinking blocks and special tokens, also a block that has not ended yet."""
+    return _blanked(text).strip()
+
+
 def _trimmed(text: str, start: int, end: int) -> Span:
-    while start < end and text[start] in _EDGES:
-        start += 1
-    while end > start and text[end - 1] in _EDGES:
-        end -= 1
-    return Span(start, end)
+    """Take white space and Markdown emphasis off both ends, but leave `A*` and `-5` as they are."""
+    while True:
+        part = text[start:end]
+        start += len(part) - len(part.lstrip())
+        end = max(start, end - (len(part) - len(part.rstrip())))
+        part = text[start:end]
+        pair = next((m for m in ("**", "__", "`", "*", "_") if _is_wrapped(part, m)), None)
+        if pair:
+            start, end = start + len(pair), end - len(pair)
+        elif part.endswith(("**", "__")):  # what opened before the header closes here
+            end -= 2
+        elif part.startswith(("**", "__")):
+            start += 2
+        else:
+            return Span(start, end)
+
+
+def _is_wrapped(part: str, mark: str) -> bool:
+    return len(part) > 2 * len(mark) and part.startswith(mark) and part.endswith(mark)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

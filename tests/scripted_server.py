@@ -3,7 +3,7 @@
 It is a real server in a thread of its own, never a patched client. `respond(body, call)` decides
 each chat reply; everything it received can be read from the test's thread at any time:
 
-    with ScriptedServer(lambda body, call: Fault(503) if call == 0 else "Yes") as server:
+    with ScriptedServer(lambda _, call: Fault(503) if call == 0 else "Yes") as server:
         ...  # talk to server.base_url
     assert len(server.chats) == 2
 
@@ -122,8 +122,8 @@ def prompt_pieces(
 ) -> list[bytes]:
     """Return the tokens of a ChatML conversation: its words and four more per message.
 
-    For that sum the first message's opening and its end are one token each. The conversation so far
-    is always a prefix of the longer one, as with real templates.
+    For that sum the first message's opening and its end are one token each. What precedes an
+    assistant's message is a prefix of the whole, as with real templates.
     """
     roles = [message["role"] for message in messages]
     pieces: list[str | bytes] = [f"<|im_start|>{roles[0]}\n"] if roles else []
@@ -688,7 +688,7 @@ class _Writing:
             return _decode_incrementally(pieces)
         if self.server.kind == "llama.cpp":
             return [codecs.getincrementaldecoder("utf-8")("replace").decode(p) for p in pieces]
-        return [_decode_or_escape(piece) for piece in pieces]
+        return [piece.decode(errors="backslashreplace") for piece in pieces]
 
     def _prompt(self) -> Json:
         ids, reply = self.server._ids(self.prompt), self.reply
@@ -726,13 +726,6 @@ def _text(content: Any) -> str:
 def _decode_incrementally(pieces: Sequence[bytes]) -> list[str]:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     return [decoder.decode(piece) for piece in pieces]
-
-
-def _decode_or_escape(piece: bytes) -> str:
-    try:
-        return piece.decode()
-    except UnicodeDecodeError:
-        return "".join(rf"\x{byte:02x}" for byte in piece)
 
 
 def _event(data: Any) -> bytes:

@@ -1,8 +1,8 @@
 """The program of the child process: one llama.cpp server that never outlives its parent.
 
-Run by file, not as a module, so that nothing but xllamacpp is imported. It reads its settings as one
-line of JSON on standard input, prints `{"address": ...}` once it serves, and ends when standard input
-does: the parent closes it, or the system does so for a parent that was killed.
+Run by file, not as a module, so that nothing but xllamacpp is imported. It reads its settings as
+one line of JSON on standard input, prints `{"address": ...}` once it serves, and ends when standard
+input does: the system closes it for a parent that was killed.
 """
 
 import fcntl
@@ -19,12 +19,15 @@ def main() -> None:
     os.dup2(2, 1)  # llama.cpp may print; standard output carries the address and nothing else
     settings = json.loads(sys.stdin.buffer.readline())
     _end_with_parent()
-    # OpenMP threads that spin while they wait take the core that the other server needs: decoding was
-    # ten times slower. Read by OpenMP when it is loaded, so it is set before the import.
+    # OpenMP threads that spin while they wait take the core the other server needs, and decoding is
+    # ten times slower. OpenMP reads this when it is loaded, so it is set before the import.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import xllamacpp
 
-    server = xllamacpp.Server(_parameters(xllamacpp, settings))
+    try:
+        server = xllamacpp.Server(_parameters(xllamacpp, settings))
+    except RuntimeError as error:
+        sys.exit(str(error))
     with os.fdopen(announce, "w") as out:
         json.dump({"address": server.listening_address}, out)
         out.write("\n")
@@ -59,7 +62,7 @@ def _parameters(xllamacpp: Any, settings: dict[str, Any]) -> Any:
         parameters.api_keys = [settings["api_key"]]
     parameters.cache_ram_mib = settings["prompt_cache_mib"]
     parameters.no_extra_bufts = True  # no second, repacked copy of the weights in memory
-    parameters.verbosity = 0
+    parameters.verbosity = 1  # errors only
     parameters.ui = False
     return parameters
 

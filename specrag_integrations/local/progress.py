@@ -1,4 +1,4 @@
-"""What a download tells the terminal: one bar, or single lines where nobody watches."""
+"""What a download tells: single lines, and a bar where somebody watches."""
 
 import sys
 import threading
@@ -17,12 +17,11 @@ def say(line: str) -> None:
 
 @contextmanager
 def watched(folder: Path, total_bytes: int, label: str) -> Iterator[None]:
-    """Show how `folder` grows to `total_bytes`; a plain line where there is no terminal.
+    """Show on a terminal how `folder` grows to `total_bytes`, whoever writes there.
 
     Looking at the disk serves every source alike, and needs none of their own progress reports.
     """
     if not sys.stderr.isatty():
-        say(f"{label} ({total_bytes / 1e6:.0f} MB)")
         yield
         return
     from rich.console import Console

@@ -57,12 +57,15 @@ class HubFile:
             from huggingface_hub import constants, hf_hub_download
         except ImportError:
             raise MissingDependencyError("huggingface_hub", "local") from None
+        endpoint = os.environ.get("HF_ENDPOINT", constants.ENDPOINT)
         # Without this the hub's own retries take 23 s to say that there is no network.
-        if not reachable(constants.ENDPOINT):
-            raise WeightsError(f"{constants.ENDPOINT} is not reachable")
+        if not reachable(endpoint):
+            raise WeightsError(f"{endpoint} is not reachable")
         try:
             with _no_hub_bars():
-                return Path(hf_hub_download(self.repository, self.file, local_dir=folder))
+                return Path(
+                    hf_hub_download(self.repository, self.file, local_dir=folder, endpoint=endpoint)
+                )
         # The hub raises the errors of whichever HTTP library its version uses: all mean "not here".
         except Exception as error:
             if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
@@ -171,16 +174,20 @@ def reachable(url: str, seconds: float = _CONNECT_SECONDS) -> bool:
 @contextmanager
 def _no_hub_bars() -> Iterator[None]:
     """Keep the hub's bars off the terminal that shows ours."""
-    from huggingface_hub.utils import tqdm as bars
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
-    if bars.are_progress_bars_disabled():
+    if are_progress_bars_disabled():
         yield
         return
-    bars.disable_progress_bars()
+    disable_progress_bars()
     try:
         yield
     finally:
-        bars.enable_progress_bars()
+        enable_progress_bars()
 
 
 def _one_line(text: str) -> str:

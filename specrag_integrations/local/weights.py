@@ -1,7 +1,7 @@
 """Weights: model files, known by their content.
 
 A name stands for one exact file: its SHA-256 decides, whatever place it comes from. The cache holds
-each file under its hash, `<cache>/weights/<sha256[:16]>/<file>`; none is used before it was checked.
+each file under its hash, `<cache>/weights/<sha256[:16]>/<file>`; none is used unchecked.
 """
 
 import hashlib
@@ -103,18 +103,30 @@ def resolve(
     """Return a GGUF file: the weights of a known name, pulled if needed, or any file by its path.
 
     Raises:
+        WeightsError: as `pull`; or neither a known name nor a GGUF file.
+    """
+    if is_known(name_or_path, registry=registry):
+        return pull(os.fspath(name_or_path), registry=registry, progress=progress)
+    return Path(name_or_path).expanduser()
+
+
+def is_known(name_or_path: StrPath, *, registry: StrPath | None = None) -> bool:
+    """Return True for a known name and False for the path of a GGUF file; fetch nothing.
+
+    Raises:
         WeightsError: neither a known name nor a GGUF file.
     """
-    if isinstance(name_or_path, str) and name_or_path in _known(registry):
-        return pull(name_or_path, registry=registry, progress=progress)
+    known = weights_names(registry=registry)
+    if os.fspath(name_or_path) in known:
+        return True
     path = Path(name_or_path).expanduser()
     if not path.exists():
         raise WeightsError(
             f"{os.fspath(name_or_path)!r} is neither a file nor one of the known weights: "
-            f"{', '.join(weights_names(registry=registry))}"
+            f"{', '.join(known)}"
         )
     check_gguf(path)
-    return path
+    return False
 
 
 def check_gguf(path: Path) -> None:
@@ -142,7 +154,7 @@ def _known(registry: StrPath | None) -> dict[str, Weights]:
             try:
                 known[name] = _weights(name, entry, known.get(name))
             except (KeyError, TypeError, AttributeError) as error:
-                raise WeightsError(f"registry {extra}: [{name}] is incomplete: {error}") from error
+                raise WeightsError(f"registry {extra}: [{name}] is unusable: {error}") from error
     return known
 
 
@@ -184,7 +196,7 @@ def _folder(weights: Weights) -> Path:
 
 def _cached(weights: Weights) -> Path | None:
     """Return the file if it is there and is what its name says."""
-    path = _folder(weights) / weights.file
+    path = _folder(weights) / Path(weights.file).name
     if not path.is_file():
         return None
     # Hashing a gigabyte takes seconds; with the stamp of the last check it need not be done again.
@@ -241,14 +253,15 @@ def _fetch(weights: Weights, folder: Path, *, progress: bool) -> Path:
 
 def _fetch_from(source: Source, weights: Weights, staging: Path, *, progress: bool) -> Path:
     """Fetch, check and file away; `staging` outlives anything but success and a wrong hash."""
-    label = f"fetching {weights.name} from {source}"
-    with watched(staging, weights.bytes, label) if progress else nullcontext():
+    if progress:
+        say(f"{weights.name}: fetching {weights.bytes / 1e6:.0f} MB from {source}")
+    with watched(staging, weights.bytes, weights.name) if progress else nullcontext():
         fetched = source.fetch(staging)
         actual = sha256_of(fetched)
     if actual != weights.sha256:
         shutil.rmtree(staging)
         raise WeightsError(f"{weights.file} came with SHA-256 {actual}, and was deleted")
-    path = staging.parent / weights.file
+    path = staging.parent / Path(weights.file).name
     fetched.replace(path)
     _remember(path)
     shutil.rmtree(staging)

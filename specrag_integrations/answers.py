@@ -1,0 +1,244 @@
+"""Answers: the answer with the passages it rests on, every draft, every score, and the cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from specrag_integrations.citations import normal_answer
+from specrag_integrations.drafts import Draft, FailedDraft
+from specrag_integrations.models import StepKind, TokenCount
+from specrag_integrations.passages import Passage
+from specrag_integrations.scores import Score, TierName
+from specrag_integrations.selection import FallbackReason, Selection
+from specrag_integrations.subsets import Subset
+
+ModelRole = Literal["drafter", "verifier"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What a model's tokens cost, in any currency per million tokens."""
+
+    input: float
+    output: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepUsage:
+    """What one request to a model took."""
+
+    kind: StepKind
+    index: int
+    role: ModelRole
+    model: str | None
+    seconds: float
+    """From sending to the last byte, queueing and retries included."""
+    arrived: float
+    """Seconds from the question to the end of this step."""
+    count: TokenCount
+    attempts: int
+    """HTTP requests sent."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able form."""
+        return {
+            "kind": self.kind,
+            "index": self.index,
+            "role": self.role,
+            "model": self.model,
+            "seconds": self.seconds,
+            "arrived": self.arrived,
+            "prompt_tokens": self.count.prompt,
+            "completion_tokens": self.count.completion,
+            "cached_tokens": self.count.cached,
+            "attempts": self.attempts,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Seconds and tokens of a question, step by step."""
+
+    steps: tuple[StepUsage, ...] = ()
+
+    @property
+    def requests(self) -> int:
+        """Generating HTTP requests sent, retries included."""
+        return sum(step.attempts for step in self.steps)
+
+    def tokens(self, role: ModelRole) -> TokenCount:
+        """Add up one role's tokens as the servers counted them; what none counted is None."""
+        counts = [step.count for step in self.steps if step.role == role]
+        return TokenCount(
+            prompt=_total([count.prompt for count in counts]),
+            completion=_total([count.completion for count in counts]),
+            cached=_total([count.cached for count in counts]),
+        )
+
+    def cost(self, prices: Mapping[ModelRole, Price]) -> float:
+        """Return what the counted tokens cost.
+
+        Raises:
+            KeyError: a role that was used has no price.
+        """
+        return sum(
+            (step.count.prompt or 0) * prices[step.role].input / 1e6
+            + (step.count.completion or 0) * prices[step.role].output / 1e6
+            for step in self.steps
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able form with the totals by role."""
+        totals = {}
+        for role in ("drafter", "verifier"):
+            count = self.tokens(role)
+            totals[role] = {
+                "prompt_tokens": count.prompt,
+                "completion_tokens": count.completion,
+                "cached_tokens": count.cached,
+            }
+        return {
+            "requests": self.requests,
+            **totals,
+            "steps": [step.to_dict() for step in self.steps],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """How an answer came about; the repr holds no text."""
+
+    passages: tuple[Passage, ...] = field(repr=False)
+    """The usable passages in rank order; `ranks` elsewhere are places in this list."""
+    subsets: tuple[Subset, ...] = field(default=(), repr=False)
+    drafts: tuple[Draft | FailedDraft, ...] = field(default=(), repr=False)
+    scores: tuple[Score, ...] = field(default=(), repr=False)
+    """In order of arrival; a question that descended a tier has scores of both."""
+    notes: tuple[str, ...] = ()
+    """What was dropped, degraded, cut or late."""
+    deadline_hit: bool = False
+    stages: Mapping[str, float] = field(default_factory=dict)
+    """Seconds each stage ended after the question: partition, draft, verify, fallback."""
+    seconds: float = 0.0
+    """The whole question."""
+    first_token: float | None = None
+    """Seconds to the first piece of the answer; the whole time where a draft was accepted."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able form."""
+        return {
+            "passages": [passage.to_dict() for passage in self.passages],
+            "subsets": [list(subset.ranks) for subset in self.subsets],
+            "drafts": [draft.to_dict() for draft in self.drafts],
+            "scores": [score.to_dict() for score in self.scores],
+            "notes": list(self.notes),
+            "deadline_hit": self.deadline_hit,
+            "stages": dict(self.stages),
+            "seconds": self.seconds,
+            "first_token": self.first_token,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dissent:
+    """A rival answer that other passages led to: already paid for."""
+
+    answer: str = field(repr=False)
+    rationale: str = field(repr=False)
+    passages: tuple[Passage, ...] = field(repr=False)
+    value: float | None
+    """Its best score, in nats."""
+    drafts: tuple[int, ...]
+    """The indices of the drafts that gave it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able form; passages by id."""
+        return {
+            "answer": self.answer,
+            "rationale": self.rationale,
+            "passages": [passage.id for passage in self.passages],
+            "value": self.value,
+            "drafts": list(self.drafts),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The answer to a question."""
+
+    text: str
+    rationale: str = field(default="", repr=False)
+    passages: tuple[Passage, ...] = field(default=(), repr=False)
+    """The passages the answer was written from: `[1]` in its text is the first of them."""
+    citations: tuple[int, ...] = ()
+    """The numbers cited in rationale and text, in order of appearance."""
+    dissent: tuple[Dissent, ...] = ()
+    confidence: float | None = None
+    """P(correct); None without a calibration, since a raw score is not a probability."""
+    confidence_kind: str | None = None
+    abstained: bool = False
+    """The passages do not tell."""
+    selection: Selection | None = None
+    """None where standard RAG was asked directly."""
+    fallback_reason: FallbackReason | None = None
+    tier: TierName | None = None
+    """The tier the drafts were compared at."""
+    trace: Trace = field(repr=False)
+    usage: Usage = field(default_factory=Usage, repr=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able form with everything in it."""
+        return {
+            "text": self.text,
+            "rationale": self.rationale,
+            "passages": [passage.to_dict() for passage in self.passages],
+            "citations": list(self.citations),
+            "dissent": [rival.to_dict() for rival in self.dissent],
+            "confidence": self.confidence,
+            "confidence_kind": self.confidence_kind,
+            "abstained": self.abstained,
+            "selection": self.selection.to_dict() if self.selection else None,
+            "fallback_reason": self.fallback_reason,
+            "tier": self.tier,
+            "trace": self.trace.to_dict(),
+            "usage": self.usage.to_dict(),
+        }
+
+
+def dissent_from(
+    text: str, drafts: Sequence[Draft | FailedDraft], scores: Sequence[Score]
+) -> tuple[Dissent, ...]:
+    """Group the drafts that answer otherwise, the best-scored answer first."""
+    values = {score.draft: score.value for score in scores}
+    groups: dict[str, list[Draft]] = {}
+    for draft in drafts:
+        if isinstance(draft, Draft) and not draft.abstained:
+            groups.setdefault(normal_answer(draft.answer), []).append(draft)
+    groups.pop(normal_answer(text), None)
+    rivals = [_dissent(group, values) for group in groups.values()]
+    return tuple(sorted(rivals, key=lambda rival: (-_or_lowest(rival.value), rival.drafts)))
+
+
+def _dissent(group: Sequence[Draft], values: Mapping[int, float | None]) -> Dissent:
+    best = max(group, key=lambda draft: (_or_lowest(values.get(draft.index)), -draft.index))
+    return Dissent(
+        answer=best.answer,
+        rationale=best.rationale,
+        passages=best.passages,
+        value=values.get(best.index),
+        drafts=tuple(sorted(draft.index for draft in group)),
+    )
+
+
+def _or_lowest(value: float | None) -> float:
+    return float("-inf") if value is None else value
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None

@@ -1,0 +1,157 @@
+"""EmbeddedPair: a drafter and a verifier on this machine."""
+
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from specrag_integrations.endpoint import Endpoint
+from specrag_integrations.errors import ConfigurationError
+from specrag_integrations.local.server import LlamaServer
+from specrag_integrations.local.weights import StrPath, is_known, resolve
+
+_VERIFIER_SLOTS = 2
+_REQUEST_SECONDS = 600.0  # a full context takes a small machine minutes
+
+
+class EmbeddedPair:
+    """A drafter and a verifier on this machine, for `SpeculativeRAG(**pair.roles)`.
+
+    Nothing runs before the first use. Use it in a `with` block, or let the servers end with the
+    last reference to their endpoints. Weights that are not there yet are fetched.
+
+    Args:
+        drafter: Known weights (`specrag_integrations.local.weights.weights_names`) or a GGUF file.
+        verifier: As `drafter`; if both are the same, one server takes both roles.
+        num_drafts: How many drafts are written at once.
+        context_tokens: Prompt and completion of one request together, at most what the model was
+            trained for.
+        threads: CPU threads of each server; None takes all cores.
+        registry: A TOML file that adds sources of weights; by default what SPECRAG_REGISTRY names.
+        progress: Report downloads on standard error.
+
+    Raises:
+        ConfigurationError: a number below one.
+        WeightsError: neither known weights nor a GGUF file.
+    """
+
+    def __init__(
+        self,
+        *,
+        drafter: StrPath = "qwen2.5-coder-0.5b-instruct",
+        verifier: StrPath = "qwen2.5-coder-1.5b-instruct",
+        num_drafts: int = 5,
+        context_tokens: int = 8192,
+        threads: int | None = None,
+        registry: StrPath | None = None,
+        progress: bool = True,
+    ) -> None:
+        numbers = {"num_drafts": num_drafts, "context_tokens": context_tokens, "threads": threads}
+        for name, number in numbers.items():
+            if number is not None and number < 1:
+                raise ConfigurationError(f"{name} must be at least 1, not {number}")
+        for model in (drafter, verifier):
+            is_known(model, registry=registry)
+        self._models = {"drafter": drafter, "verifier": verifier}
+        self._slots = {"drafter": num_drafts, "verifier": _VERIFIER_SLOTS}
+        self._context_tokens = context_tokens
+        self._threads = threads
+        self._registry = registry
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._roles: dict[str, ServedEndpoint] = {}
+
+    def __repr__(self) -> str:
+        models = ", ".join(f"{role}={str(model)!r}" for role, model in self._models.items())
+        return f"EmbeddedPair({models})"
+
+    @property
+    def drafter(self) -> Endpoint:
+        """The drafter's endpoint; the servers are started if they do not run."""
+        return self.roles["drafter"]
+
+    @property
+    def verifier(self) -> Endpoint:
+        """The verifier's endpoint; the servers are started if they do not run."""
+        return self.roles["verifier"]
+
+    @property
+    def roles(self) -> dict[str, Endpoint]:
+        """Both endpoints by the parameter they are meant for; starts the servers on first use.
+
+        Raises:
+            MissingDependencyError: xllamacpp is not installed.
+            WeightsError: the weights cannot be had.
+            EndpointUnavailableError: a server does not start, or has ended; with its last words.
+        """
+        with self._lock:
+            if not self._roles:
+                self._roles = self._start()
+            for endpoint in self._roles.values():
+                endpoint.check()
+            return dict(self._roles)
+
+    def start(self) -> Self:
+        """Start both servers now; raises as `roles`."""
+        _ = self.roles
+        return self
+
+    def close(self) -> None:
+        """Close the connections and end the servers; a later use starts them again."""
+        with self._lock:
+            for endpoint in self._roles.values():
+                endpoint.close()
+                endpoint.server.stop()
+            self._roles = {}
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start(self) -> "dict[str, ServedEndpoint]":
+        paths = {
+            role: resolve(model, registry=self._registry, progress=self._progress)
+            for role, model in self._models.items()
+        }
+        # Both roles may share one file, and then one server with the larger number of slots.
+        slots: dict[Path, int] = {}
+        for role, path in paths.items():
+            slots[path] = max(slots.get(path, 0), self._slots[role])
+        with ExitStack() as unless_all_serve:
+            servers = [self._server(path, number) for path, number in slots.items()]
+            for server in servers:
+                unless_all_serve.callback(server.stop)
+                server.launch()
+            endpoints = {server.path: ServedEndpoint(server.wait()) for server in servers}
+            unless_all_serve.pop_all()
+        return {role: endpoints[path] for role, path in paths.items()}
+
+    def _server(self, path: Path, slots: int) -> LlamaServer:
+        return LlamaServer(
+            path, slots=slots, context_tokens=self._context_tokens, threads=self._threads
+        )
+
+
+class ServedEndpoint(Endpoint):
+    """An endpoint that keeps its server, so that `SpeculativeRAG(**EmbeddedPair().roles)` does."""
+
+    def __init__(self, server: LlamaServer) -> None:
+        super().__init__(
+            server.base_url,
+            server.alias,
+            max_concurrency=server.slots,
+            request_timeout=_REQUEST_SECONDS,
+        )
+        self.server = server
+
+    def check(self) -> None:
+        """Raise an `EndpointUnavailableError` if the server has ended."""
+        _ = self.server.base_url

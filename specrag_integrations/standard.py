@@ -1,0 +1,264 @@
+"""Standard RAG: one call over the passages that fit; the baseline and the fallback."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from specrag_integrations.answers import Answer, StepUsage, Trace, Usage
+from specrag_integrations.citations import (
+    cited_numbers,
+    is_abstention,
+    without_dead_citations,
+)
+from specrag_integrations.engine import Clock, Engine, Passages
+from specrag_integrations.errors import (
+    ConfigurationError,
+    ContextTooSmallError,
+    EndpointError,
+    MalformedReplyError,
+    NoAnswerError,
+    NoAnswerReason,
+)
+from specrag_integrations.events import DeltaEvent, Emit, PassagesEvent
+from specrag_integrations.models import ChatModel, ChatReply, ChatRequest, Message, Step
+from specrag_integrations.passages import Passage, usable_passages
+from specrag_integrations.prompts import answer_messages
+from specrag_integrations.spans import without_thinking
+
+Template = Callable[[str, Sequence[Passage], Sequence[Message]], tuple[Message, ...]]
+"""(question, passages, history) -> the prompt: an application's own words."""
+
+_TEMPLATE_TOKENS = 256
+"""What a chat template may add around the messages, at the most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What standard RAG wrote."""
+
+    text: str
+    passages: tuple[Passage, ...]
+    """Those that fitted."""
+    usage: StepUsage
+    first_token: float
+    """Seconds from the question to the first piece of text."""
+    notes: tuple[str, ...]
+
+
+class StandardRAG(Engine):
+    """Ordinary RAG: the large model reads all passages that fit into its context, and answers.
+
+    Args:
+        model: The model, an `Endpoint` as a rule.
+        instructions: The app's own words, added to the prompt.
+        template: The app's whole prompt instead of ours, which asks for a brief answer.
+        max_tokens: The most tokens of an answer.
+        deadline: Seconds a question may take; None for no limit.
+
+    Raises:
+        ConfigurationError: an argument can never work.
+    """
+
+    def __init__(
+        self,
+        model: ChatModel,
+        *,
+        instructions: str | None = None,
+        template: Template | None = None,
+        max_tokens: int = 256,
+        deadline: float | None = None,
+    ) -> None:
+        super().__init__(models=[model], deadline=deadline)
+        if max_tokens < 1:
+            raise ConfigurationError(f"max_tokens={max_tokens} must be at least 1")
+        self.model = model
+        self._instructions = instructions
+        self._template = template
+        self._max_tokens = max_tokens
+
+    async def _run(
+        self,
+        question: str,
+        passages: Passages,
+        *,
+        history: Sequence[Message],
+        clock: Clock,
+        emit: Emit,
+    ) -> Answer:
+        usable = usable_passages(passages)
+        if not usable.passages:
+            raise NoAnswerError(
+                "there are no passages to answer from", reason=NoAnswerReason.NO_PASSAGES
+            )
+        emit(PassagesEvent(passages=usable.passages))
+        written = await self.write_in_time(
+            question, usable.passages, history=history, clock=clock, emit=emit
+        )
+        return Answer(
+            text=written.text,
+            passages=written.passages,
+            citations=cited_numbers(written.text, len(written.passages)),
+            abstained=is_abstention(written.text),
+            trace=Trace(
+                passages=usable.passages,
+                notes=(*usable.dropped, *written.notes),
+                stages={"answer": clock.elapsed},
+                seconds=clock.elapsed,
+                first_token=written.first_token,
+            ),
+            usage=Usage(steps=(written.usage,)),
+        )
+
+    async def write_in_time(
+        self,
+        question: str,
+        passages: Sequence[Passage],
+        *,
+        history: Sequence[Message],
+        clock: Clock,
+        emit: Emit,
+    ) -> Written:
+        """Write an answer, its pieces going to `emit`.
+
+        Raises:
+            NoAnswerError: the deadline passed (DEADLINE), or the model failed (FALLBACK_FAILED).
+        """
+        scope = asyncio.timeout(clock.left)
+        try:
+            async with scope:
+                return await self._write(question, passages, history, clock, emit)
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise NoAnswerError(
+                f"no answer within the deadline: {self.model.name} was still writing",
+                reason=NoAnswerReason.DEADLINE,
+            ) from error
+        except EndpointError as error:
+            raise NoAnswerError(
+                f"standard RAG failed: {error}",
+                reason=NoAnswerReason.FALLBACK_FAILED,
+                failures=[str(error)],
+            ) from error
+
+    async def _write(
+        self,
+        question: str,
+        passages: Sequence[Passage],
+        history: Sequence[Message],
+        clock: Clock,
+        emit: Emit,
+    ) -> Written:
+        sent = time.perf_counter()
+        fitting = await self._fitting(question, passages, history)
+        request = ChatRequest(
+            messages=self._prompt(question, fitting, history), max_tokens=self._max_tokens
+        )
+        first_token: float | None = None
+        reply: ChatReply | None = None
+        shown = _Shown(len(fitting))
+        async for delta in self.model.stream(request, step=Step(kind="fallback")):
+            reply = delta.reply or reply
+            if piece := shown.add(delta.text, ended=reply is not None):
+                first_token = clock.elapsed if first_token is None else first_token
+                emit(DeltaEvent(text=piece))
+        if reply is None:
+            raise MalformedReplyError(f"{self.model.name}: the stream ended without a reply")
+        if not shown.text:
+            raise MalformedReplyError(f"{self.model.name} wrote no text")
+        notes = list(reply.notes)
+        if len(fitting) < len(passages):
+            notes.append(f"{len(fitting)} of {len(passages)} passages fit into the context")
+        if reply.finish_reason == "length":
+            notes.append(f"the answer was cut off at {self._max_tokens} tokens")
+        usage = StepUsage(
+            kind="fallback",
+            index=0,
+            role="verifier",
+            model=reply.model or self.model.name,
+            seconds=time.perf_counter() - sent,
+            arrived=clock.elapsed,
+            count=reply.count,
+            attempts=reply.attempts,
+        )
+        return Written(
+            text=shown.text,
+            passages=tuple(fitting),
+            usage=usage,
+            first_token=clock.elapsed if first_token is None else first_token,
+            notes=tuple(notes),
+        )
+
+    def _prompt(
+        self, question: str, passages: Sequence[Passage], history: Sequence[Message]
+    ) -> tuple[Message, ...]:
+        if self._template is not None:
+            return self._template(question, passages, history)
+        return answer_messages(question, passages, history=history, instructions=self._instructions)
+
+    async def _fitting(
+        self, question: str, passages: Sequence[Passage], history: Sequence[Message]
+    ) -> Sequence[Passage]:
+        """Return the best-ranked passages that fit into the context, by the server's tokeniser.
+
+        A byte-level tokeniser never makes more tokens than there are bytes, so that most prompts
+        need no count. Where the server cannot count, it is left to judge the prompt itself.
+
+        Raises:
+            ContextTooSmallError: not even one passage fits.
+        """
+
+        context = (await self.model.capabilities()).context_tokens
+        if context is None:
+            return passages
+        room = context - self._max_tokens
+
+        async def fits(count: int) -> bool:
+            messages = self._prompt(question, passages[:count], history)
+            size = sum(len(message.content.encode()) for message in messages)
+            if size + _TEMPLATE_TOKENS <= room:
+                return True
+            tokens = await self.model.count_tokens(messages)
+            return tokens is None or tokens <= room
+
+        if await fits(len(passages)):
+            return passages
+        low, high = 0, len(passages)  # `low` passages fit, `high` do not
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if await fits(middle) else (low, middle)
+        if not low:
+            raise ContextTooSmallError(
+                f"{self.model.name}: not one passage fits into the context of {context} tokens "
+                f"beside an answer of {self._max_tokens}; use shorter passages or a larger context"
+            )
+        return passages[:low]
+
+
+_UNDECIDED = re.compile(r"(?:\s*\[[^\]]{0,12}|\s+|\s*<[^>]{0,12})\Z")
+"""The end of a text that may yet become a dead citation, a thinking block or nothing."""
+
+
+class _Shown:
+    """What a reader sees of a text that is still being written.
+
+    Thinking and citations of passages that do not exist are left out, so the end of the text is
+    held back while it may become one of them: the pieces together are the final text.
+    """
+
+    def __init__(self, passages: int) -> None:
+        self.text = ""
+        self._passages = passages
+        self._raw = ""
+
+    def add(self, piece: str, *, ended: bool) -> str:
+        """Take a piece in and return what may be shown now."""
+        self._raw += piece
+        decided = self._raw if ended else _UNDECIDED.sub("", self._raw)
+        before = self.text
+        self.text = without_dead_citations(without_thinking(decided), self._passages).strip()
+        return self.text[len(before) :] if self.text.startswith(before) else ""
