@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import json
 import logging
 import math
 import os
 import re
-import sys
 import time
 import weakref
 from collections.abc import (
@@ -369,9 +367,9 @@ class Endpoint:
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
-        if "openai" not in sys.modules:
-            # Its first import takes half a second: not on the loop that others wait on.
-            await asyncio.to_thread(importlib.import_module, "openai")
+        if self._connection is None:
+            # The first import takes half a second: not on the loop that others wait on.
+            await asyncio.to_thread(_import_clients)
         if self._connection is None or self._connection.loop is not loop:
             if self._connection is not None:
                 # A forked child: the sockets are the parent's, so they are left alone.
@@ -595,6 +593,11 @@ def _adapt(dialect: _Dialect, error: EndpointError) -> bool:
             dialect.refused.add(name)
             return True
     return False
+
+
+def _import_clients() -> None:
+    import openai  # noqa: F401
+    import tenacity  # noqa: F401 - loading them is the point
 
 
 def _only_model(entries: list[Json], shown_url: str) -> str:

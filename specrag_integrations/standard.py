@@ -211,7 +211,6 @@ class StandardRAG(Engine):
         Raises:
             ContextTooSmallError: not even one passage fits.
         """
-
         context = (await self.model.capabilities()).context_tokens
         if context is None:
             return passages

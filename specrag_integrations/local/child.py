@@ -64,6 +64,7 @@ def _parameters(xllamacpp: Any, settings: dict[str, Any]) -> Any:
     parameters.no_extra_bufts = True  # no second, repacked copy of the weights in memory
     parameters.verbosity = 1  # errors only
     parameters.ui = False
+    parameters.endpoint_slots = False  # which would show others what is being asked
     return parameters
 
 

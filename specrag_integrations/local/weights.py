@@ -87,7 +87,7 @@ def pull(name: str, *, registry: StrPath | None = None, progress: bool = True) -
         if (path := _cached(weights)) is not None:
             return path
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / "lock"):
+        with _locked(folder / "lock", progress=progress):
             # Another process may have been faster.
             return _cached(weights) or _fetch(weights, folder, progress=progress)
     except OSError as error:
@@ -226,12 +226,17 @@ def sha256_of(path: Path) -> str:
 
 
 @contextmanager
-def _locked(lock: Path) -> Iterator[None]:
+def _locked(lock: Path, *, progress: bool) -> Iterator[None]:
     """Let one process at a time fetch a file; the system frees the lock of one that dies."""
     import fcntl  # not on every platform, and needed for nothing but fetching
 
     with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if progress:
+                say("waiting for another process that fetches the same weights")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -239,20 +244,27 @@ def _locked(lock: Path) -> Iterator[None]:
 
 
 def _fetch(weights: Weights, folder: Path, *, progress: bool) -> Path:
+    """Try the sources in turn; what they left unfinished is kept until one succeeds."""
+    unfinished = folder / "unfinished"
     failures = []
     for source in weights.sources:
-        staging = folder / ("mirror" if source.mirror else "hub")
+        staging = unfinished / ("mirror" if source.mirror else "hub")
         try:
-            return _fetch_from(source, weights, staging, progress=progress)
+            fetched = _fetch_from(source, weights, staging, progress=progress)
         except (WeightsError, MissingDependencyError) as error:
             failures.append(f"{source}: {error}")
+            continue
+        path = fetched.replace(folder / Path(weights.file).name)
+        _remember(path)
+        shutil.rmtree(unfinished)
+        return path
     raise WeightsError(
         f"no source has {weights.file} with SHA-256 {weights.sha256}; tried " + "; ".join(failures)
     )
 
 
 def _fetch_from(source: Source, weights: Weights, staging: Path, *, progress: bool) -> Path:
-    """Fetch, check and file away; `staging` outlives anything but success and a wrong hash."""
+    """Return the file as fetched, once its hash is right; a wrong one is deleted."""
     if progress:
         say(f"{weights.name}: fetching {weights.bytes / 1e6:.0f} MB from {source}")
     with watched(staging, weights.bytes, weights.name) if progress else nullcontext():
@@ -261,13 +273,9 @@ def _fetch_from(source: Source, weights: Weights, staging: Path, *, progress: bo
     if actual != weights.sha256:
         shutil.rmtree(staging)
         raise WeightsError(f"{weights.file} came with SHA-256 {actual}, and was deleted")
-    path = staging.parent / Path(weights.file).name
-    fetched.replace(path)
-    _remember(path)
-    shutil.rmtree(staging)
     if progress:
         _report(weights, source)
-    return path
+    return fetched
 
 
 def _report(weights: Weights, source: Source) -> None:

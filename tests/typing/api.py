@@ -1,0 +1,48 @@
+"""The public surface as a type checker sees it: checked by mypy, never run."""
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrag_integrations import (
+    Answer,
+    ChatModel,
+    Endpoint,
+    MultiPerspective,
+    Passage,
+    Price,
+    Scoring,
+    SpeculativeRAG,
+    StandardRAG,
+)
+
+
+def embed(texts: Sequence[str], question: str) -> NDArray[np.float64]:
+    """Return one row per text."""
+    return np.ones((len(texts), len(question)))
+
+
+async def embed_later(texts: Sequence[str], question: str) -> NDArray[np.float64]:
+    """Return one row per text, asynchronously."""
+    return embed(texts, question)
+
+
+async def use() -> None:
+    """Use everything a reader of the README would."""
+    endpoint: ChatModel = Endpoint("http://localhost:8000", "model", api_key=lambda: "key")
+    rag = SpeculativeRAG(
+        drafter=[endpoint, endpoint],
+        verifier=endpoint,
+        partitioner=MultiPerspective(anchor=1),
+        passages_per_draft=3,
+        embedder=embed,
+        scoring=Scoring(tier="reflection"),
+    )
+    SpeculativeRAG(drafter=endpoint, verifier=endpoint, embedder=embed_later, fallback=None)
+    answer: Answer = rag.ask("question", [Passage(text="text"), "text"], history=[])
+    answer = await StandardRAG(endpoint).aask("question", ["text"], deadline=1.5)
+    events: Iterator[object] = rag.stream("question", ["text"])
+    later: AsyncIterator[object] = rag.astream("question", ["text"])
+    cost: float = answer.usage.cost({"drafter": Price(input=0.1, output=0.2)})
+    del events, later, cost
