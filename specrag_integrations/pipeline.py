@@ -152,7 +152,13 @@ class SpeculativeRAG(Engine):
             raise NoAnswerError(
                 "there are no passages to answer from", reason=NoAnswerReason.NO_PASSAGES
             )
-        work = _Work(question=question, passages=usable.passages, clock=clock, emit=emit)
+        work = _Work(
+            question=question,
+            passages=usable.passages,
+            clock=clock,
+            emit=emit,
+            tiers=self._verifier.tiers,
+        )
         work.notes += usable.dropped
         await self._speculate(work, history)
         selection = select(candidates_of(work.usable_drafts, work.current_scores), self._selector)
@@ -197,8 +203,6 @@ class SpeculativeRAG(Engine):
         self, work: _Work, partition: Partition, history: Sequence[Message]
     ) -> None:
         """Draft from all subsets at once; each draft is verified as soon as it lands."""
-        tier = self._verifier.tiers[0]
-        work.tier = tier
         async with _Tasks() as tasks:
 
             async def draft_then_verify(index: int) -> None:
@@ -218,7 +222,7 @@ class SpeculativeRAG(Engine):
                 """Verify equal drafts once; the copies cost nothing."""
                 key = (draft.rationale, draft.answer)
                 if key not in verifications:
-                    verification = tasks.start(tier.score(work.question, draft))
+                    verification = tasks.start(work.tier.score(work.question, draft))
                     verifications[key] = (draft.index, verification)
                 first, verification = verifications[key]
                 score = await verification
@@ -231,13 +235,12 @@ class SpeculativeRAG(Engine):
 
     async def _descend(self, work: _Work) -> None:
         """Read all drafts anew at the next tier while none could be scored at this one."""
-        for tier in self._verifier.tiers[1:]:
+        for tier in work.tiers[1:]:
             drafts = work.usable_drafts
             if not drafts or candidates_of(drafts, work.current_scores):
                 return
-            assert work.tier is not None  # noqa: S101 - set before the first draft
             reason = next((s.missing for s in work.current_scores if s.missing), "no score")
-            work.note(f"tier {work.tier.name} gave no score ({reason}); using {tier.name}")
+            work.note(f"no score at tier {work.tier.name} ({reason}): using {tier.name}")
             work.tier = tier
             async with _Tasks() as tasks:
                 scored = [tasks.start(tier.score(work.question, draft)) for draft in drafts]
@@ -259,7 +262,7 @@ class SpeculativeRAG(Engine):
             citations=winner.citations,
             dissent=dissent_from(winner.answer, work.drafts, work.current_scores),
             selection=selection,
-            tier=work.tier.name if work.tier else None,
+            tier=work.tier.name,
             trace=work.trace(first_token=work.clock.elapsed),
             usage=Usage(steps=tuple(work.steps)),
         )
@@ -301,7 +304,7 @@ class SpeculativeRAG(Engine):
             abstained=is_abstention(written.text),
             selection=selection,
             fallback_reason=reason,
-            tier=work.tier.name if work.tier else None,
+            tier=work.tier.name,
             trace=work.trace(first_token=written.first_token),
             usage=Usage(steps=tuple(work.steps)),
         )
@@ -321,8 +324,13 @@ class _Work:
     steps: list[StepUsage] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     stages: dict[str, float] = field(default_factory=dict)
-    tier: Tier | None = None
+    tiers: tuple[Tier, ...]
+    """The tiers this question may use; what it teaches about them counts from the next one on."""
+    tier: Tier = field(init=False)
     deadline_hit: bool = False
+
+    def __post_init__(self) -> None:
+        self.tier = self.tiers[0]
 
     def note(self, text: str) -> None:
         """Keep what a reader of the trace must know."""
@@ -353,7 +361,7 @@ class _Work:
     @property
     def current_scores(self) -> list[Score]:
         """The scores of the tier in use: scores of different tiers are never compared."""
-        return [score for score in self.scores if self.tier and score.tier == self.tier.name]
+        return [score for score in self.scores if score.tier == self.tier.name]
 
     @property
     def failures(self) -> list[str]:

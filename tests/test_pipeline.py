@@ -1,0 +1,645 @@
+"""The path of a question, against a scripted server that speaks real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from scripted_server import Fault, Reply, ScriptedServer, is_verification
+
+from specrag_integrations import (
+    Answer,
+    ConfigurationError,
+    Endpoint,
+    FallbackReason,
+    InputError,
+    NoAnswerError,
+    NoAnswerReason,
+    Passage,
+    Price,
+    RankStratified,
+    Scoring,
+    SpeculativeRAG,
+)
+from specrag_integrations.models import Capabilities, ChatReply
+
+PASSAGES = [Passage(text=f"Fact number {n} is about river {n}.", id=f"p{n}") for n in range(10)]
+QUESTION = "Which river is meant?"
+
+Scripted = Callable[..., ScriptedServer]
+
+
+def text_of(body: dict[str, Any]) -> str:
+    """Return all that a request says."""
+    return "\n".join(message["content"] for message in body["messages"])
+
+
+def is_fallback(body: dict[str, Any]) -> bool:
+    """Tell a standard-RAG request: the only one that is streamed."""
+    return bool(body.get("stream"))
+
+
+def yes(p: float) -> Reply:
+    """Return a verdict with P(Yes) = p."""
+    return Reply("Yes", alternatives={"Yes": math.log(p), "No": math.log(1 - p)})
+
+
+def lead(body: dict[str, Any]) -> int:
+    """Return the number of the fact a draft prompt shows first."""
+    return int(text_of(body).split("Fact number ")[1].split()[0])
+
+
+def by_first_fact(p_yes: dict[int, float]) -> Callable[[dict[str, Any], int], Reply]:
+    """Draft "river N" from the subset whose first fact is N; judge it by the table."""
+
+    def respond(body: dict[str, Any], _: int) -> Reply:
+        if is_fallback(body):
+            return Reply("standard answer [1]")
+        if is_verification(body):
+            number = int(body["messages"][1]["content"].rsplit(" ", 1)[1])
+            return yes(p_yes.get(number, 0.1))
+        return Reply(f"Rationale: it says so [1].\nAnswer: river {lead(body)}")
+
+    return respond
+
+
+def make(server: ScriptedServer, **options: Any) -> SpeculativeRAG:
+    """Return an engine whose subsets are stable and easy to tell apart."""
+    endpoint = Endpoint(server.base_url, request_timeout=options.pop("request_timeout", 10))
+    defaults: dict[str, Any] = {"num_drafts": 4, "passages_per_draft": 2}
+    options = {"drafter": endpoint, "verifier": endpoint, **defaults, **options}
+    return SpeculativeRAG(**{"partitioner": RankStratified(), **options})
+
+
+def test_the_draft_the_verifier_trusts_most_is_the_answer(scripted: Scripted) -> None:
+    """The draft with the highest P(Yes) wins, with its passages, citations and rivals."""
+    server = scripted()
+    rag = make(server)
+    firsts = sorted({subset[0] for subset in subsets_of(rag, server)})
+    best = firsts[-1]
+    server.respond = by_first_fact({best: 0.9})
+
+    answer = rag.ask(QUESTION, PASSAGES)
+
+    assert answer.text == f"river {best}"
+    assert answer.passages[0].id == f"p{best}"
+    assert answer.citations == (1,)
+    assert answer.tier == "reflection"
+    assert answer.fallback_reason is None
+    assert answer.confidence is None
+    winner = answer.selection.winner if answer.selection else None
+    score = next(score for score in answer.trace.scores if score.draft == winner)
+    assert score.value == pytest.approx(math.log(0.9), abs=1e-6)
+    assert {rival.answer for rival in answer.dissent} == {f"river {n}" for n in firsts[:-1]}
+
+
+def subsets_of(rag: SpeculativeRAG, server: ScriptedServer) -> list[tuple[int, ...]]:
+    """Return the subsets an engine makes, learnt from a question of its own."""
+    server.respond = by_first_fact({})
+    found = [subset.ranks for subset in rag.ask(QUESTION, PASSAGES).trace.subsets]
+    server.reset()
+    return found
+
+
+def test_all_four_ways_of_asking_give_the_same_answer(server: ScriptedServer) -> None:
+    """ask, aask, stream and astream agree, for the same replies."""
+    rag = make(server)
+
+    async def streamed() -> Answer:
+        events = [event async for event in rag.astream(QUESTION, PASSAGES)]
+        return events[-1].answer  # type: ignore[union-attr]
+
+    answers = [
+        rag.ask(QUESTION, PASSAGES),
+        asyncio.run(rag.aask(QUESTION, PASSAGES)),
+        list(rag.stream(QUESTION, PASSAGES))[-1].answer,  # type: ignore[union-attr]
+        asyncio.run(streamed()),
+    ]
+
+    assert len({(answer.text, str(answer.selection)) for answer in answers}) == 1
+
+
+def test_events_come_in_order_and_are_json(server: ScriptedServer) -> None:
+    """Passages first; every draft before its score; the answer last; one delta with its text."""
+    events = list(make(server).stream(QUESTION, PASSAGES))
+    types = [event.type for event in events]
+
+    assert types[0] == "passages"
+    assert types[-3:] == ["selected", "delta", "answer"]
+    assert types.count("draft") == types.count("score") == 4
+    assert events[-2].text == events[-1].answer.text  # type: ignore[union-attr]
+    for event in events:
+        assert json.loads(json.dumps(event.to_dict(), allow_nan=False))["type"] == event.type
+
+
+def test_one_failed_draft_does_not_lose_the_answer(scripted: Scripted) -> None:
+    """A draft the server refuses is reported; the others still compete."""
+    inner = by_first_fact({})
+    refused: list[str] = []
+
+    def respond(body: dict[str, Any], call: int) -> Reply | Fault:
+        if not is_verification(body) and (not refused or text_of(body) in refused):
+            refused.append(text_of(body))
+            return Fault(400, body={"error": {"message": "no such thing"}})
+        return inner(body, call)
+
+    answer = make(scripted(respond)).ask(QUESTION, PASSAGES)
+
+    failed = [draft for draft in answer.trace.drafts if not hasattr(draft, "answer")]
+    assert len(failed) == 1
+    assert "no such thing" in failed[0].to_dict()["failed"]
+    assert answer.fallback_reason is None
+    assert len(refused) == 1
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [Fault(400), "Rationale: I was going to", "Rationale: hm.\nAnswer: unknown"],
+    ids=["refused", "unreadable", "abstained"],
+)
+def test_without_a_usable_draft_standard_rag_answers(scripted: Scripted, bad: Any) -> None:
+    """Failed, unreadable and abstaining drafts lead to the fallback, which says why."""
+
+    def respond(body: dict[str, Any], _: int) -> Any:
+        return Reply("the Rhine [3]") if is_fallback(body) else bad
+
+    server = scripted(respond)
+    events = list(make(server).stream(QUESTION, PASSAGES))
+    answer = events[-1].answer  # type: ignore[union-attr]
+
+    assert answer.text == "the Rhine [3]"
+    assert answer.citations == (3,)
+    assert answer.fallback_reason is FallbackReason.NO_USABLE_DRAFT
+    assert len(answer.passages) == len(PASSAGES)
+    assert any("fell back" in note for note in answer.trace.notes)
+    assert "".join(e.text for e in events if e.type == "delta") == answer.text
+    assert [event.type for event in events if event.type in {"selected", "fallback"}] == [
+        "fallback"
+    ]
+    assert not any(is_verification(body) for body in server.chats)
+
+
+def test_without_fallback_the_failures_are_listed(scripted: Scripted) -> None:
+    """With fallback=None there is an error that names every draft's failure."""
+    rag = make(scripted(Fault(400, body={"error": {"message": "nope"}})), fallback=None)
+
+    with pytest.raises(NoAnswerError) as raised:
+        rag.ask(QUESTION, PASSAGES)
+
+    assert raised.value.reason is NoAnswerReason.NO_USABLE_DRAFT
+    assert len(raised.value.failures) == 4
+    assert "draft 0" in raised.value.failures[0]
+    assert "nope" in raised.value.failures[0]
+
+
+def test_a_failing_fallback_names_everything_that_failed(scripted: Scripted) -> None:
+    """When the fallback fails as well, the error lists the drafts and the fallback."""
+    rag = make(scripted(Fault(400, body={"error": {"message": "nope"}})))
+
+    with pytest.raises(NoAnswerError) as raised:
+        rag.ask(QUESTION, PASSAGES)
+
+    assert raised.value.reason is NoAnswerReason.FALLBACK_FAILED
+    assert len(raised.value.failures) == 5
+
+
+def test_equal_drafts_are_verified_once(scripted: Scripted) -> None:
+    """Drafts with the same rationale and answer share one verification and all get its score."""
+
+    def respond(body: dict[str, Any], _: int) -> Reply:
+        if is_verification(body):
+            return yes(0.8)
+        return Reply("Rationale: same.\nAnswer: same")
+
+    server = scripted(respond)
+    answer = make(server).ask(QUESTION, PASSAGES)
+
+    assert sum(is_verification(body) for body in server.chats) == 1
+    assert len(answer.trace.scores) == 4
+    assert len({score.value for score in answer.trace.scores}) == 1
+    assert answer.selection is not None
+    assert answer.selection.winner == 0
+    assert answer.dissent == ()
+
+
+def test_a_verifier_without_logprobs_leads_to_the_next_tier(scripted: Scripted) -> None:
+    """Without log-probabilities from the verifier, all drafts are compared by the drafter's."""
+    drafter = scripted(by_first_fact({}))
+    verifier = scripted(Reply("Yes", logprobs=None))
+    rag = make(drafter, verifier=Endpoint(verifier.base_url))
+
+    answer = rag.ask(QUESTION, PASSAGES)
+
+    assert answer.tier == "draft_only"
+    assert any("no log-probabilities" in note for note in answer.trace.notes)
+    at_tier = [score for score in answer.trace.scores if score.tier == "draft_only"]
+    best = max(at_tier, key=lambda score: score.value or -math.inf)
+    assert answer.selection is not None
+    assert answer.selection.winner == best.draft
+    assert set(best.terms) == {"draft_rationale", "draft_answer", "draft"}
+
+
+def test_a_tier_is_given_up_after_three_questions_not_one(scripted: Scripted) -> None:
+    """Three questions in a row without log-probabilities end the asking; one does not."""
+    verifier = scripted(Reply("Yes", logprobs=None))
+    rag = make(scripted(by_first_fact({})), verifier=Endpoint(verifier.base_url))
+
+    asked = []
+    for _ in range(5):
+        rag.ask(QUESTION, PASSAGES)
+        asked.append(len(verifier.chats))
+
+    first = asked[0]
+    assert first
+    assert asked == [first, 2 * first, 3 * first, 3 * first, 3 * first]
+
+
+def test_scores_of_different_tiers_are_never_compared(scripted: Scripted) -> None:
+    """A draft whose verification failed cannot be selected while another was verified."""
+    inner = by_first_fact({0: 0.2})
+
+    def respond(body: dict[str, Any], call: int) -> Reply | Fault:
+        if is_verification(body) and not body["messages"][1]["content"].endswith("river 0"):
+            return Fault(400, body={"error": {"message": "overloaded"}})
+        return inner(body, call)
+
+    answer = make(scripted(respond), num_drafts=8).ask(QUESTION, PASSAGES)
+
+    assert answer.text == "river 0"
+    assert {score.tier for score in answer.trace.scores} == {"reflection"}
+    assert any(score.missing and "overloaded" in score.missing for score in answer.trace.scores)
+
+
+def test_no_logprobs_anywhere_falls_back(scripted: Scripted) -> None:
+    """Where neither model returns log-probabilities no draft can be trusted."""
+
+    def respond(body: dict[str, Any], call: int) -> Reply:
+        reply = by_first_fact({})(body, call)
+        return Reply(reply.text, logprobs=None)
+
+    answer = make(scripted(respond)).ask(QUESTION, PASSAGES)
+
+    assert answer.fallback_reason is FallbackReason.NO_USABLE_DRAFT
+    assert answer.text == "standard answer [1]"
+
+
+def test_a_forced_tier_does_not_descend(scripted: Scripted) -> None:
+    """Scoring(tier="reflection") never turns into draft_only."""
+    verifier = scripted(lambda body, _: Reply("no idea", logprobs=None))
+    rag = make(
+        scripted(by_first_fact({})),
+        verifier=Endpoint(verifier.base_url),
+        scoring=Scoring(tier="reflection"),
+        fallback=None,
+    )
+
+    with pytest.raises(NoAnswerError, match="no log-probabilities"):
+        rag.ask(QUESTION, PASSAGES)
+
+
+def test_different_drafters_are_not_compared_by_their_own_logprobs(scripted: Scripted) -> None:
+    """With two drafting models the draft terms are dropped, and draft_only is refused."""
+    one, two = (Endpoint(scripted(by_first_fact({})).base_url) for _ in range(2))
+    verifier = scripted(
+        lambda body, _: Reply("plain") if is_fallback(body) else Reply("Yes", logprobs=None)
+    )
+    options: dict[str, Any] = {"drafter": [one, two], "verifier": Endpoint(verifier.base_url)}
+
+    with pytest.raises(ConfigurationError, match="draft_only"):
+        SpeculativeRAG(**options, scoring=Scoring(tier="draft_only"))
+    assert SpeculativeRAG(**options).ask(QUESTION, PASSAGES).text == "plain"
+
+
+def test_drafts_are_dealt_to_the_drafters_in_turn(scripted: Scripted) -> None:
+    """Draft j goes to drafter j modulo their number."""
+    servers = [scripted(by_first_fact({})) for _ in range(3)]
+    rag = make(servers[0], drafter=[Endpoint(server.base_url) for server in servers])
+
+    rag.ask(QUESTION, PASSAGES)
+
+    drafts = [sum(not is_verification(body) for body in server.chats) for server in servers]
+    assert drafts == [2, 1, 1]
+
+
+def test_the_verifier_never_sees_a_passage(server: ScriptedServer) -> None:
+    """Only drafts go to the verifier when there is no fallback."""
+    verifier = server
+    drafter = ScriptedServer(by_first_fact({}))
+    with drafter:
+        rag = make(drafter, verifier=Endpoint(verifier.base_url), fallback=None)
+        rag.ask(QUESTION, PASSAGES)
+
+    assert verifier.chats
+    assert not any("Fact number" in text_of(body) for body in verifier.chats)
+    assert all(body["messages"][0]["content"] == QUESTION for body in verifier.chats)
+
+
+def test_history_and_instructions_reach_drafts_and_fallback_only(scripted: Scripted) -> None:
+    """Earlier turns and the app's words are in draft and fallback prompts, never in a check."""
+
+    def respond(body: dict[str, Any], call: int) -> Reply:
+        if is_verification(body):
+            return Reply("Maybe")
+        return by_first_fact({})(body, call)
+
+    server = scripted(respond)
+    rag = make(server, instructions="Reply in capitals.", scoring=Scoring(tier="reflection"))
+    rag.ask(QUESTION, PASSAGES, history=[{"role": "user", "content": "Earlier turn"}])
+
+    for body in server.chats:
+        said = text_of(body)
+        expected = not is_verification(body)
+        assert ("Earlier turn" in said) is expected
+        assert ("Reply in capitals." in said) is expected
+    assert any(is_fallback(body) for body in server.chats)
+
+
+@pytest.mark.parametrize("passages", [[], ["", "   "]], ids=["none", "only empty ones"])
+def test_without_passages_no_request_is_sent(server: ScriptedServer, passages: Any) -> None:
+    """No passages: an error that says so, and the servers hear nothing."""
+    with pytest.raises(NoAnswerError) as raised:
+        make(server).ask(QUESTION, passages)
+
+    assert raised.value.reason is NoAnswerReason.NO_PASSAGES
+    assert server.requests == []
+
+
+def test_fewer_passages_than_asked_for_are_answered_from(server: ScriptedServer) -> None:
+    """One passage makes one draft; the shortfall and what was dropped are in the trace."""
+    answer = make(server).ask(QUESTION, [PASSAGES[0], PASSAGES[0], ""])
+
+    assert len(answer.trace.drafts) == 1
+    assert any("1 of 4 drafts" in note for note in answer.trace.notes)
+    assert sum("repeats" in note or "empty" in note for note in answer.trace.notes) == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "attempts"),
+    [(Fault(503), 3), (Fault(raw=b"{", status=200), 3), (Fault(400), 3), (Fault(close=True), 2)],
+    ids=["503", "malformed", "400", "dropped"],
+)
+@pytest.mark.parametrize("drafters", [1, 2])
+def test_the_request_bound_holds_when_everything_fails(
+    scripted: Scripted, fault: Fault, attempts: int, drafters: int
+) -> None:
+    """A server that fails everything never sees more than `max_requests`."""
+    server = scripted(fault)
+    endpoints = [Endpoint(server.base_url, max_attempts=attempts) for _ in range(drafters)]
+    rag = SpeculativeRAG(drafter=endpoints, verifier=endpoints[0], num_drafts=4)
+
+    with pytest.raises(NoAnswerError):
+        rag.ask(QUESTION, PASSAGES)
+
+    assert rag.max_requests == attempts * (4 + 4 + 1)
+    assert 0 < len(server.chats) <= rag.max_requests
+
+
+def test_the_request_bound_is_reached_when_every_step_needs_its_last_attempt(
+    scripted: Scripted,
+) -> None:
+    """The bound is exact: each step failing until its last attempt sends that many requests."""
+    seen: dict[str, int] = {}
+    inner = by_first_fact({})
+
+    def respond(body: dict[str, Any], call: int) -> Reply | Fault:
+        key = text_of(body)
+        seen[key] = seen.get(key, 0) + 1
+        if seen[key] < 3:
+            return Fault(503)
+        return Reply("Maybe") if is_verification(body) else inner(body, call)
+
+    server = scripted(respond)
+    rag = make(server, scoring=Scoring(tier="reflection"), partitioner=RankStratified(seed=3))
+    answer = rag.ask(QUESTION, PASSAGES)
+
+    distinct = len({(d.to_dict()["rationale"], d.to_dict()["answer"]) for d in answer.trace.drafts})
+    assert answer.fallback_reason is FallbackReason.NO_USABLE_DRAFT
+    assert len(server.chats) == 3 * (4 + distinct + 1) == answer.usage.requests
+    assert len(server.chats) <= rag.max_requests == 3 * (4 + 4 + 1)
+
+
+def ask_in_time(way: str, rag: SpeculativeRAG) -> None:
+    """Ask in one of four ways."""
+
+    async def over_events() -> None:
+        async for _ in rag.astream(QUESTION, PASSAGES):
+            pass
+        raise AssertionError("the stream ended")  # pragma: no cover
+
+    async def alone(coroutine: Any) -> None:
+        try:
+            await coroutine
+        finally:
+            await asyncio.sleep(0)
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            assert not left, left
+
+    if way == "ask":
+        rag.ask(QUESTION, PASSAGES)
+    elif way == "aask":
+        asyncio.run(alone(rag.aask(QUESTION, PASSAGES)))
+    elif way == "stream":
+        list(rag.stream(QUESTION, PASSAGES))
+    else:
+        asyncio.run(alone(over_events()))
+
+
+WAYS = ["ask", "aask", "stream", "astream"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("hang", ["draft", "verify", "fallback"])
+def test_the_deadline_fires_in_every_way_of_asking(scripted: Scripted, way: str, hang: str) -> None:
+    """A step that never ends ends at the deadline, and leaves neither request nor task."""
+    inner = by_first_fact({})
+
+    def respond(body: dict[str, Any], call: int) -> Any:
+        kind = "verify" if is_verification(body) else "fallback" if is_fallback(body) else "draft"
+        if kind == hang:
+            return Fault(hang=True)
+        if hang == "fallback" and kind == "draft":
+            return "Rationale: hm.\nAnswer: unknown"
+        return inner(body, call)
+
+    server = scripted(respond)
+    rag = make(server, deadline=0.6)
+
+    with pytest.raises(NoAnswerError) as raised:
+        ask_in_time(way, rag)
+
+    assert raised.value.reason is NoAnswerReason.DEADLINE
+    assert server.wait_idle(2)
+    assert server.aborted >= 1
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_at_the_deadline_the_best_scored_draft_wins(scripted: Scripted, way: str) -> None:
+    """One draft that hangs costs the others nothing: the trace says DEADLINE."""
+    inner = by_first_fact({})
+    hung: list[str] = []
+
+    def respond(body: dict[str, Any], call: int) -> Reply | Fault:
+        if not is_verification(body) and not hung:
+            hung.append(text_of(body))
+            return Fault(hang=True)
+        return inner(body, call)
+
+    rag = make(scripted(respond))
+    ask = rag.ask(QUESTION, PASSAGES, deadline=1.0) if way == "ask" else None
+    answer = ask or asyncio.run(rag.aask(QUESTION, PASSAGES, deadline=1.0))
+
+    assert answer.trace.deadline_hit
+    assert any("DEADLINE" in note for note in answer.trace.notes)
+    assert answer.fallback_reason is None
+    assert len(answer.trace.drafts) == 3
+
+
+def test_closing_a_stream_cancels_what_is_under_way(scripted: Scripted) -> None:
+    """A reader that leaves after the first event leaves no request behind."""
+    server = scripted(Fault(hang=True))
+    events = make(server).stream(QUESTION, PASSAGES)
+
+    assert next(events).type == "passages"
+    assert server.wait_for(lambda s: s.in_flight == 4, 5)
+    events.close()  # type: ignore[attr-defined]
+
+    assert server.wait_idle(2)
+    assert server.aborted == 4
+
+
+def test_cancelling_the_caller_cancels_every_request(scripted: Scripted) -> None:
+    """Cancelling `aask` aborts all drafts at the server before the cancellation is passed on."""
+    server = scripted(Fault(hang=True))
+    rag = make(server)
+
+    async def cancelled() -> None:
+        asked = asyncio.create_task(rag.aask(QUESTION, PASSAGES))
+        await asyncio.to_thread(server.wait_for, lambda s: s.in_flight == 4, 5)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(cancelled())
+
+    assert server.wait_idle(2)
+
+
+class Broken:
+    """A chat model with a bug."""
+
+    name = "broken"
+    max_attempts = 1
+
+    async def chat(self, request: Any, *, step: Any) -> ChatReply:
+        raise KeyError("a bug")
+
+    def stream(self, request: Any, *, step: Any) -> Any:
+        raise NotImplementedError
+
+    async def capabilities(self) -> Capabilities:
+        return Capabilities()
+
+    async def count_tokens(self, messages: Any) -> int | None:
+        return None
+
+    async def aclose(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("role", ["drafter", "verifier"])
+def test_a_bug_is_raised_as_itself(server: ScriptedServer, role: str) -> None:
+    """Only endpoint errors become failed drafts; anything else is raised, and leaves nothing."""
+    rag = make(server, **{role: Broken()})
+
+    with pytest.raises(KeyError, match="a bug"):
+        rag.ask(QUESTION, PASSAGES)
+
+    assert server.wait_idle(2)
+
+
+def test_usage_counts_each_request_once_by_role(server: ScriptedServer) -> None:
+    """Tokens are the servers' own counts, by role, and cost follows from prices."""
+    answer = make(server).ask(QUESTION, PASSAGES)
+
+    drafter, verifier = answer.usage.tokens("drafter"), answer.usage.tokens("verifier")
+    assert answer.usage.requests == len(server.chats)
+    assert verifier.completion == sum(is_verification(body) for body in server.chats)
+    assert drafter.prompt
+    assert drafter.completion
+    assert answer.usage.cost(
+        {"drafter": Price(input=1e6, output=0), "verifier": Price(input=0, output=1e6)}
+    ) == pytest.approx(drafter.prompt + (verifier.completion or 0))
+    assert set(answer.trace.stages) == {"partition", "draft", "verify"}
+    assert answer.trace.first_token == pytest.approx(answer.trace.seconds, abs=0.05)
+
+
+def test_a_cut_off_draft_loses_against_a_whole_one(scripted: Scripted) -> None:
+    """A draft that hit the token limit is selected only if nothing else can be."""
+
+    def respond(body: dict[str, Any], _: int) -> Reply:
+        if is_verification(body):
+            return yes(0.95 if "cut" in body["messages"][1]["content"] else 0.2)
+        if lead(body) == 0:
+            return Reply("Rationale: r.\nAnswer: whole")
+        return Reply("Rationale: r.\nAnswer: cut", finish_reason="length")
+
+    server = scripted(respond)
+    answer = make(server, num_drafts=8).ask(QUESTION, PASSAGES)
+    alone = make(server).ask(QUESTION, PASSAGES[1:4])
+
+    assert answer.text == "whole"
+    assert alone.text == "cut"
+    assert any("cut off" in note for note in alone.trace.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"num_drafts": 0}, "num_drafts"),
+        ({"num_drafts": 2.5}, "num_drafts"),
+        ({"passages_per_draft": 0}, "passages_per_draft"),
+        ({"max_answer_tokens": -1}, "max_answer_tokens"),
+        ({"deadline": 0}, "deadline"),
+        ({"deadline": "5"}, "deadline"),
+        ({"fallback": "none"}, "fallback"),
+        ({"drafter": []}, "drafter"),
+        ({"drafter": "http://localhost:8000"}, "Endpoint"),
+        ({"verifier": None}, "verifier"),
+    ],
+)
+def test_wrong_options_are_refused_at_construction(
+    server: ScriptedServer, options: dict[str, Any], named: str
+) -> None:
+    """The error names the option and comes before any question."""
+    with pytest.raises(ConfigurationError, match=named):
+        make(server, **options)
+
+
+@pytest.mark.parametrize(
+    ("question", "passages", "said"),
+    [
+        ("  ", PASSAGES, "question is empty"),
+        (None, PASSAGES, "question must be a str"),
+        (QUESTION, "one text", "must be a list"),
+        (QUESTION, [3], "passage 0 is a int"),
+        (QUESTION, None, "must be a list"),
+    ],
+)
+def test_bad_input_is_named(
+    server: ScriptedServer, question: Any, passages: Any, said: str
+) -> None:
+    """A wrong question or passage gives one clear error and no request."""
+    with pytest.raises(InputError, match=said):
+        make(server).ask(question, passages)
+    assert server.requests == []
+
+
+def test_bad_history_is_named(server: ScriptedServer) -> None:
+    """A turn without role and content is refused."""
+    with pytest.raises(InputError, match="each turn of history"):
+        make(server).ask(QUESTION, PASSAGES, history=[("user", "hi")])  # type: ignore[list-item]

@@ -1,0 +1,164 @@
+"""Standard RAG: the baseline and the fallback, against a scripted server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from scripted_server import Fault, Reply, ScriptedServer
+
+from specrag_integrations import (
+    ConfigurationError,
+    Endpoint,
+    NoAnswerError,
+    NoAnswerReason,
+    Passage,
+    StandardRAG,
+)
+from specrag_integrations.models import user
+
+Scripted = Callable[..., ScriptedServer]
+
+PASSAGES = [Passage(text=f"passage{n} " + "word " * 100, id=f"p{n}") for n in range(8)]
+
+
+def sent(server: ScriptedServer) -> str:
+    """Return the prompt of the only chat request."""
+    (body,) = server.chats
+    return "\n".join(message["content"] for message in body["messages"])
+
+
+def test_one_request_holds_all_passages_in_rank_order(scripted: Scripted) -> None:
+    """A prompt that fits is sent whole; the answer knows its citations and its cost."""
+    server = scripted(Reply("river one [2]"))
+    answer = StandardRAG(Endpoint(server.base_url)).ask("which?", PASSAGES)
+
+    places = [sent(server).find(f"passage{n} ") for n in range(8)]
+    assert places == sorted(places)
+    assert -1 not in places
+    assert answer.text == "river one [2]"
+    assert answer.citations == (2,)
+    assert answer.selection is None
+    assert answer.usage.tokens("verifier").completion == 3
+    assert answer.trace.first_token is not None
+
+
+@pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
+@pytest.mark.parametrize("context", [400, 600, 800])
+def test_passages_are_fitted_by_the_servers_tokeniser(
+    scripted: Scripted, kind: str, context: int
+) -> None:
+    """The best-ranked passages that fit are sent, none is cut, and the trace says how many."""
+    server = scripted(Reply("fine"), kind=kind, context_tokens=context)
+    rag = StandardRAG(Endpoint(server.base_url), max_tokens=100)
+
+    answer = rag.ask("which?", PASSAGES)
+
+    # 101 words a passage and its number; the prompt's own words take some of the room as well.
+    assert 1 <= len(answer.passages) <= (context - 100) // 102
+    assert (context - 100) // 102 - len(answer.passages) <= 1
+    assert [passage.id for passage in answer.passages] == [
+        f"p{n}" for n in range(len(answer.passages))
+    ]
+    assert f"{len(answer.passages)} of 8 passages fit" in " ".join(answer.trace.notes)
+
+
+def test_a_prompt_that_surely_fits_is_not_counted(scripted: Scripted) -> None:
+    """Where there are fewer bytes than tokens of room, the tokeniser is not asked."""
+    server = scripted(Reply("fine"), kind="vllm", context_tokens=8192)
+    StandardRAG(Endpoint(server.base_url)).ask("which?", PASSAGES)
+
+    assert ("POST", "/tokenize") not in server.requests
+
+
+def test_a_context_that_holds_no_passage_is_an_error(scripted: Scripted) -> None:
+    """Nothing is sent when not even the first passage fits; the error names the numbers."""
+    server = scripted(Reply("fine"), kind="llama.cpp", context_tokens=150)
+    rag = StandardRAG(Endpoint(server.base_url), max_tokens=100)
+
+    with pytest.raises(NoAnswerError, match="not one passage fits .* 150 tokens") as raised:
+        rag.ask("which?", PASSAGES)
+
+    assert raised.value.reason is NoAnswerReason.FALLBACK_FAILED
+    assert server.chats == []
+
+
+def test_a_server_that_cannot_count_judges_the_prompt_itself(scripted: Scripted) -> None:
+    """Without a tokeniser all passages are sent, and the server's own refusal is reported."""
+    server = scripted(Reply("fine"), kind="openai", context_tokens=300)
+
+    with pytest.raises(NoAnswerError, match="HTTP 400"):
+        StandardRAG(Endpoint(server.base_url)).ask("which?", PASSAGES)
+
+
+def test_an_apps_own_template_is_what_is_sent(scripted: Scripted) -> None:
+    """With a template, not a word of ours is in the prompt."""
+    server = scripted(Reply("fine"))
+    rag = StandardRAG(
+        Endpoint(server.base_url),
+        template=lambda question, passages, _: (user(f"{question}|{len(passages)}"),),
+    )
+
+    rag.ask("which?", PASSAGES)
+
+    assert sent(server) == "which?|8"
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("<think>let me see [9]</think>\n\nthe Rhine [2]", "the Rhine [2]"),
+        ("the Rhine [2] and [77] the Elbe [1, 44]", "the Rhine [2] and the Elbe [1]"),
+        ("  in 1998 [1998] \n", "in 1998 [1998]"),
+        ("a < b and [x] too", "a < b and [x] too"),
+        ("<unfinished", "<unfinished"),
+    ],
+)
+def test_the_pieces_of_a_stream_are_the_text(scripted: Scripted, written: str, read: str) -> None:
+    """Thinking and dead citations are never shown, not even in passing."""
+    events = list(StandardRAG(Endpoint(scripted(Reply(written)).base_url)).stream("q", PASSAGES))
+
+    assert events[-1].answer.text == read  # type: ignore[union-attr]
+    assert "".join(event.text for event in events if event.type == "delta") == read
+
+
+def test_an_abstention_is_recognised(scripted: Scripted) -> None:
+    """A model that says the passages do not tell is not taken for an answer."""
+    answer = StandardRAG(Endpoint(scripted(Reply("Unknown.")).base_url)).ask("q", PASSAGES)
+
+    assert answer.abstained
+
+
+@pytest.mark.parametrize("written", ["", "   ", "<think>only thoughts"])
+def test_an_empty_answer_is_an_error(scripted: Scripted, written: str) -> None:
+    """A model that wrote nothing readable has not answered."""
+    with pytest.raises(NoAnswerError, match="wrote no text"):
+        StandardRAG(Endpoint(scripted(Reply(written)).base_url)).ask("q", PASSAGES)
+
+
+def test_a_cut_off_answer_is_noted(scripted: Scripted) -> None:
+    """An answer that reached the token limit is returned, and the trace says so."""
+    server = scripted(Reply("the river", finish_reason="length"))
+    answer = StandardRAG(Endpoint(server.base_url)).ask("q", PASSAGES)
+
+    assert any("cut off" in note for note in answer.trace.notes)
+
+
+def test_the_deadline_ends_a_stream_that_stalls(scripted: Scripted) -> None:
+    """A server that falls silent in the middle does not hold the question."""
+    server = scripted(Fault(reply="a long answer in words", stream_break_after=2, hang=True))
+    rag = StandardRAG(Endpoint(server.base_url), deadline=0.4)
+
+    with pytest.raises(NoAnswerError) as raised:
+        rag.ask("q", PASSAGES)
+
+    assert raised.value.reason is NoAnswerReason.DEADLINE
+    assert server.wait_idle(2)
+
+
+@pytest.mark.parametrize("options", [{"max_tokens": 0}, {"deadline": -1}])
+def test_wrong_options_are_refused(server: ScriptedServer, options: dict[str, Any]) -> None:
+    """The error comes at construction."""
+    with pytest.raises(ConfigurationError):
+        StandardRAG(Endpoint(server.base_url), **options)
