@@ -3,32 +3,59 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 
 from specrag_integrations.prompts import UNKNOWN
 
+_SOURCES = (
+    r"(?:(?:the|these|those|any|your|provided|given|available|retrieved|supplied) )*"
+    r"(?:passages?|contexts?|texts?|documents?|evidence|sources?)(?: \[?\d\]?)?"
+)
+_TELL = (
+    r"(?:tell|say|state|mention|specify|provide|contain|give|answer|indicate|include|identify|name"
+    r"|reveal|support|describe|address|have)s?\b"
+)
+_SUBJECT = (
+    r"(?:(?:(?:the )?answer(?: to (?:the|this) question)?|it|this|that|the question)(?: is)?:? )?"
+)
+_FORMULA = (
+    rf"(?:{UNKNOWN}|unanswerable|n/a|not(?= in )"
+    r"|not (?:known|stated|specified|mentioned|provided|given|found|available|answerable)"
+    r"|(?:cannot|can't|could not) be (?:determined|answered|known|found)"
+    r"|(?:unable|impossible) to (?:determine|answer|tell|say)"
+    r"|(?:no|not enough|insufficient) (?:relevant )?(?:information|evidence|answer)"
+    r"(?: is| was)?(?: given| provided| available| found)?)"
+)
+_EXPLANATION = (  # what may follow the formula; the rest of a name may not
+    r"\"?(?:$|\s*[.,;:!(\n]|\s+[\-\u2013\u2014]\s"
+    r"|\s+(?:whether|who|what|when|where|which|why|how|if)\b"
+    rf"|\s+(?:in|by|from|within|per|according to|based on) {_SOURCES}\b)"
+)
 _ABSTENTION = re.compile(
-    rf"(?:the answer is )?(?:{UNKNOWN}|not (?:known|stated|specified|mentioned|provided|given)"
-    r"|unanswerable|no answer|n/?a|i (?:do not|don't|cannot|can't) (?:know|tell|answer|determine)"
-    r"|(?:it )?(?:is )?(?:not|cannot be) determined|no information|(?:there is )?not enough "
-    r"information|insufficient information|(?:the )?(?:passages?|context|text|documents?) "
-    r"(?:do|does) not \w+)\b",
+    r"(?:(?:i'm |i am )?sorry,? |unfortunately,? )?(?:but )?"
+    rf"(?:(?:based on|according to|from|in) {_SOURCES},? )?"
+    r"(?:i (?:do not|don't|cannot|can't|could not) (?:know|tell|answer|determine|find)\b"
+    r"(?! (?-i:[A-Z]))"
+    rf"|{_SOURCES} (?:do|does|did)(?: not|n't) {_TELL}"
+    rf"|(?:none of|no) {_SOURCES} {_TELL}"
+    r"|there(?: is|'s) (?:no|not enough|insufficient) (?:information|evidence|mention|answer)\b"
+    rf'|{_SUBJECT}"?{_FORMULA}{_EXPLANATION})',
     re.IGNORECASE,
 )
-_CITATION = re.compile(r"\s*\[(\d{1,2}(?:\s*[,;\u2013-]\s*\d{1,2})*)\]")
+_NUMBERS = r"\d{1,2}(?:\s?[,;\u2013-]\s?\d{1,2}){0,20}"
+_CITATION = re.compile(
+    rf"[ \t]{{0,3}}[\[\u3010]\s?(?:passages?\s)?({_NUMBERS})\s?[\]\u3011]", re.IGNORECASE
+)
 
 
 def is_abstention(answer: str) -> bool:
     """Whether an answer says that the passages do not tell.
 
-    Only its beginning counts, so that "Unknown Pleasures" by its full name is still an answer.
+    Only its beginning counts, and what follows must be an explanation: "Unknown Pleasures", "Not
+    Fade Away", "None" and "Na" are answers.
     """
-    bare = _CITATION.sub("", answer).strip(" \"'*_.,!")
-    found = _ABSTENTION.match(bare)
-    if found is None:
-        return False
-    # After the formula only an explanation may follow, not the rest of a name.
-    rest = bare[found.end() :].lstrip(" \"'")
-    return not rest or not rest[0].isupper()
+    bare = _CITATION.sub("", answer).replace("\u2019", "'").strip(" \"'*_.,!\u201c\u201d")
+    return _ABSTENTION.match(bare) is not None
 
 
 def cited_numbers(text: str, passages: int) -> tuple[int, ...]:
@@ -46,7 +73,7 @@ def without_dead_citations(text: str, passages: int) -> str:
             return match[0]
         return f" [{', '.join(map(str, alive))}]" if alive else ""
 
-    return _CITATION.sub(kept, text)
+    return _CITATION.sub(kept, text).strip()
 
 
 def without_citations(text: str) -> str:
@@ -57,17 +84,22 @@ def without_citations(text: str) -> str:
 def _numbers(cited: str) -> list[int]:
     """Read `1`, `1, 3` and `1-3`."""
     numbers: list[int] = []
-    for part in re.split(r"\s*[,;]\s*", cited):
-        first, _, last = re.sub(r"\s", "", part).replace("\u2013", "-").partition("-")
-        numbers += range(int(first), int(last or first) + 1)
+    for part in re.split(r"[,;]", cited):
+        ends = [int(end) for end in re.split(r"[\u2013-]", part)]
+        numbers += range(min(ends), max(ends) + 1)
     return numbers
 
 
-_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
-_PUNCTUATION = re.compile(r"[^\w\s]|_")
+_ARTICLE = re.compile(r"\b(?:an|the)\b|\ba\b(?=\s+\w)")  # "Vitamin A" ends in no article
+_JOINED = re.compile(r"['\u2019]|\.(?!\d)|(?<=\d),(?=\d{3})")  # U.S., St Mary's, 1,000
+_PUNCTUATION = re.compile(
+    # All but the point of 3.5, the signs of -5 and +5, and what tells C, C# and C++ apart.
+    r"(?!\.\d|(?<!\w)[+\-]\d|(?<=\w)#(?!\w)|(?<=\w)\+{1,2}(?!\w)|(?<=\w\+)\+(?!\w))[^\w\s]|_"
+)
 
 
 def normal_answer(answer: str) -> str:
     """Return the form in which equal answers are equal: case, articles, punctuation, citations."""
-    bare = _PUNCTUATION.sub(" ", without_citations(answer).casefold())
+    bare = unicodedata.normalize("NFKC", without_citations(answer)).casefold()
+    bare = _PUNCTUATION.sub(" ", _JOINED.sub("", bare))
     return " ".join(_ARTICLE.sub(" ", bare).split()) or answer.strip().casefold()

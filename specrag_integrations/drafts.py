@@ -10,6 +10,7 @@ from typing import Any
 from specrag_integrations.citations import (
     cited_numbers,
     is_abstention,
+    without_citations,
     without_dead_citations,
 )
 from specrag_integrations.errors import DraftFormatError, EndpointError
@@ -181,6 +182,8 @@ def _from_reply(reply: ChatReply, subset: Subset, name: str, arrived: float) -> 
     truncated = reply.finish_reason == "length"
     spans = find_spans(reply.text, truncated=truncated)
     rationale, answer = spans.rationale.of(reply.text), spans.answer.of(reply.text)
+    if not without_citations(answer).strip():
+        raise DraftFormatError("the answer is nothing but a citation", text=reply.text)
     cited = cited_numbers(f"{rationale} {answer}", len(subset.passages))
     return Draft(
         rationale=without_dead_citations(rationale, len(subset.passages)),

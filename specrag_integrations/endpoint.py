@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import copy
 import inspect
 import json
 import logging
@@ -20,10 +22,10 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing, contextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit, urlunsplit
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 from specrag_integrations.errors import (
     ConfigurationError,
@@ -43,11 +45,19 @@ from specrag_integrations.models import (
     Step,
 )
 from specrag_integrations.portal import portal
-from specrag_integrations.replies import Collected, Json, read_capabilities, read_reply
+from specrag_integrations.replies import (
+    Collected,
+    Json,
+    mapping,
+    read_capabilities,
+    read_reply,
+)
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
     from tenacity import AsyncRetrying, RetryCallState
+
+T = TypeVar("T")
 
 ApiKey = str | Callable[[], str | Awaitable[str]]
 ClientFactory = Callable[..., "AsyncOpenAI"]
@@ -56,8 +66,10 @@ log = logging.getLogger("specrag_integrations")
 _NO_KEY = "EMPTY"  # what servers without authentication expect to be sent
 _CONNECT_SECONDS = 5.0
 _LONGEST_RETRY_AFTER = 60.0
-_FEWER_ALTERNATIVES = {20: 5, 5: 1}
-"""What to ask for when a server refuses a number of `top_logprobs`."""
+_FEWER_ALTERNATIVES = 5
+"""What to ask for when a server refuses a number of `top_logprobs` without naming its limit."""
+_NO_SUCH_ROUTE = {400, 403, 404, 405}
+"""Answers of a server that will never list its models; any other failure may pass."""
 
 
 @dataclass(slots=True)
@@ -70,13 +82,51 @@ class _Dialect:
 
 
 @dataclass(slots=True)
+class _Lookup:
+    """`/models` being asked; those who come meanwhile share the outcome."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    failures: int = 0
+    error: EndpointError | None = None
+
+
+@dataclass(slots=True)
 class _Connection:
     """What belongs to one event loop: the pooled client and the concurrency limit."""
 
     loop: asyncio.AbstractEventLoop
     client: AsyncOpenAI
     slots: asyncio.Semaphore
-    model_lookup: asyncio.Lock
+    lookup: _Lookup = field(default_factory=_Lookup)
+
+
+class _Key:
+    """The API key or the callable that knows it.
+
+    The client holds this, not the endpoint, which would then never be garbage collected.
+    """
+
+    def __init__(self, source: ApiKey | None) -> None:
+        self._source = _NO_KEY if source is None else source
+        self.last = ""
+        if isinstance(self._source, str):
+            self.last = _checked_key(self._source)
+        elif not callable(self._source):
+            raise ConfigurationError(
+                f"api_key must be a str or a callable, not a {type(source).__name__}"
+            )
+
+    @property
+    def option(self) -> str | Callable[[], Awaitable[str]]:
+        """What the client takes."""
+        return self._source if isinstance(self._source, str) else self._ask
+
+    async def _ask(self) -> str:
+        assert callable(self._source)  # noqa: S101 - narrows the type
+        # A synchronous callable may ask a vault: not on the loop that carries all requests.
+        key = await asyncio.to_thread(self._source)
+        self.last = _checked_key(await key if inspect.isawaitable(key) else key)
+        return self.last
 
 
 class Endpoint:
@@ -86,12 +136,14 @@ class Endpoint:
     limit serve every thread and event loop of the process (a new one after a fork).
 
     Args:
-        base_url: With or without `/v1`, e.g. `http://gpu:8000`.
+        base_url: With or without `/v1`, e.g. `http://gpu:8000`. A user and password in it are sent
+            as a header, its query with every request; neither is ever shown.
         model: The served name; None asks `/v1/models` and takes the only one.
         api_key: A string, or a sync or async callable asked before each request.
         headers: Sent with every request; never shown.
         extra_body: Merged into the body of every chat request, e.g. `chat_template_kwargs`.
-        request_timeout: Seconds one HTTP request may take, before a retry.
+        request_timeout: Seconds one HTTP request may take, before a retry; of a streamed one, the
+            longest silence.
         max_concurrency: The most HTTP requests under way at once.
         max_attempts: The most HTTP requests for one call; 429, 5xx, time-outs and lost
             connections are tried again, after `Retry-After` where the server sends one.
@@ -115,28 +167,30 @@ class Endpoint:
         max_attempts: int = 3,
         client_factory: ClientFactory | None = None,
     ) -> None:
-        self.base_url = _normal_url(base_url)
+        self.base_url, query, credentials = _address(base_url)
         self.model = model
         self.request_timeout = _positive("request_timeout", request_timeout)
-        self.max_concurrency = int(_positive("max_concurrency", max_concurrency))
-        self._max_attempts = int(_positive("max_attempts", max_attempts))
-        self._api_key = _checked_key(api_key)
-        self._headers = dict(headers or {})
+        self.max_concurrency = _at_least_one("max_concurrency", max_concurrency)
+        self._max_attempts = _at_least_one("max_attempts", max_attempts)
+        self._key = _Key(api_key)
+        self._headers = credentials | _checked_headers(headers or {})
+        self._query = query
         self._extra_body = dict(extra_body or {})
         self._client_factory = client_factory
-        self._shown_url = _without_secrets(self.base_url)
         self._served: str | None = model
+        self._listed: list[Json] | None = None
         self._capabilities: Capabilities | None = None
         self._dialect = _Dialect()
         self._connection: _Connection | None = None
+        self._closing: weakref.finalize[..., Endpoint] | None = None
 
     def __repr__(self) -> str:
-        return f"Endpoint({self._shown_url!r}, model={self._served!r})"
+        return f"Endpoint({self.base_url!r}, model={self._served!r})"
 
     @property
     def name(self) -> str:
         """The model's name where it is known, else the address."""
-        return self._served or self._shown_url
+        return self._served or self.base_url
 
     @property
     def max_attempts(self) -> int:
@@ -189,67 +243,78 @@ class Endpoint:
 
     async def _chat(self, request: ChatRequest) -> ChatReply:
         started = time.perf_counter()
-        model = await self._model_name()
-        attempts = 0
-        try:
-            async for attempt in _retrying(self._max_attempts):
-                with attempt:
-                    attempts = attempt.retry_state.attempt_number
-                    data = await self._post_chat(request, model)
-                    reply = read_reply(data, request, endpoint=self._shown_url)
-        except EndpointError as error:
-            error.attempts = attempts
-            raise
+        model = await self._ready(request)
+
+        async def send() -> ChatReply:
+            return read_reply(
+                await self._post_chat(request, model), request, endpoint=self.base_url
+            )
+
+        reply, attempts = await _with_retries(self._max_attempts, send)
         return replace(reply, seconds=time.perf_counter() - started, attempts=attempts)
 
+    async def _ready(self, request: ChatRequest) -> str:
+        """Learn what the wording of a request depends on; return the model's name."""
+        if request.score_message is not None:
+            await self._learn_capabilities()  # only vLLM can score, and others may refuse to try
+        return await self._model_name()
+
     async def _post_chat(self, request: ChatRequest, model: str) -> Json:
+        async with self._turn() as client:
+            body = self._body(request, model)
+            with self._translated(body):
+                return await self._json(client.post("/chat/completions", cast_to=object, body=body))
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[AsyncOpenAI]:
+        """Wait for a place under the concurrency limit, and hold it."""
         connection = await self._connect()
         async with connection.slots:
-            with self._translated(self._dialect):
-                async with asyncio.timeout(self.request_timeout):
-                    return await self._json(
-                        connection.client.post(
-                            "/chat/completions", cast_to=object, body=self._body(request, model)
-                        )
-                    )
+            yield connection.client
 
     async def _stream(self, request: ChatRequest) -> AsyncGenerator[ChatDelta, None]:
         started = time.perf_counter()
-        model = await self._model_name()
+        model = await self._ready(request)
         collected = Collected()
         async with aclosing(self._chunks(request, model, collected)) as chunks:
             async for chunk in chunks:
                 if piece := collected.add(chunk):
                     yield ChatDelta(text=piece)
-        reply = read_reply(collected.as_reply(), request, endpoint=self._shown_url)
+        reply = read_reply(collected.as_reply(), request, endpoint=self.base_url)
         seconds = time.perf_counter() - started
         yield ChatDelta(reply=replace(reply, seconds=seconds, attempts=collected.attempts))
 
     async def _chunks(
         self, request: ChatRequest, model: str, collected: Collected
     ) -> AsyncGenerator[Json, None]:
-        connection = await self._connect()
-        slot = _Slot(connection.slots)
-        try:
-            async for attempt in _retrying(self._max_attempts):
-                with attempt:
-                    collected.attempts = attempt.retry_state.attempt_number
-                    await slot.take()
-                    try:
-                        chunks = await self._open_stream(connection.client, request, model)
-                        first = await self._next_chunk(chunks)
-                    except BaseException:
-                        slot.give_back()  # nobody waits for us while we wait to try again
-                        raise
+        async with AsyncExitStack() as held:
+
+            async def begin() -> tuple[Any, Json]:
+                # A failed attempt keeps nothing: neither its place nor its connection.
+                async with AsyncExitStack() as opened:
+                    client = await opened.enter_async_context(self._turn())
+                    chunks = await self._open_stream(client, request, model)
+                    opened.push_async_callback(chunks.close)
+                    first = await self._next_chunk(chunks)
+                    if first is None:
+                        raise MalformedReplyError(
+                            f"{self.base_url}: the streamed reply holds no events; "
+                            "is this an OpenAI-compatible URL?",
+                            endpoint=self.base_url,
+                            model=self._served,
+                        )
+                    await held.enter_async_context(opened.pop_all())
+                    return chunks, first
+
+            (chunks, first), collected.attempts = await _with_retries(self._max_attempts, begin)
+            chunk: Json | None = first
             try:
-                chunk = first
                 while chunk is not None:
                     yield chunk
                     chunk = await self._next_chunk(chunks)
-            finally:
-                await chunks.close()
-        finally:
-            slot.give_back()
+            except EndpointError as error:
+                error.attempts = collected.attempts
+                raise
 
     async def _open_stream(
         self, client: AsyncOpenAI, request: ChatRequest, model: str
@@ -262,26 +327,29 @@ class Endpoint:
         # llama.cpp closes the socket after a stream although it announced keep-alive; a pooled
         # connection would then fail under the next request.
         options: Any = {"headers": {"Connection": "close"}}
-        with self._translated(self._dialect):
-            return await client.post(
-                "/chat/completions",
-                cast_to=object,
-                body=body,
-                options=options,
-                stream=True,
-                stream_cls=AsyncStream[object],
-            )
+        with self._translated(body):
+            async with asyncio.timeout(self.request_timeout):
+                return await client.post(
+                    "/chat/completions",
+                    cast_to=object,
+                    body=body,
+                    options=options,
+                    stream=True,
+                    stream_cls=AsyncStream[object],
+                )
 
     async def _next_chunk(self, chunks: Any) -> Json | None:
         with self._translated():
-            async for chunk in chunks:
-                if isinstance(chunk, dict):
-                    return chunk
-                raise MalformedReplyError(
-                    f"{self._shown_url}: a streamed event is not a JSON object",
-                    endpoint=self._shown_url,
-                )
-        return None
+            # The client's own time-out starts anew with every byte, keep-alive comments included.
+            async with asyncio.timeout(self.request_timeout):
+                chunk = await anext(chunks, None)
+        if chunk is None or isinstance(chunk, dict):
+            return chunk
+        raise MalformedReplyError(
+            f"{self.base_url}: a streamed event is not a JSON object",
+            endpoint=self.base_url,
+            model=self._served,
+        )
 
     def _body(self, request: ChatRequest, model: str) -> Json:
         dialect = self._dialect
@@ -305,30 +373,44 @@ class Endpoint:
 
     async def _model_name(self) -> str:
         if self._served is None:
-            connection = await self._connect()
-            async with connection.model_lookup:
-                if self._served is None:
-                    self._served = _only_model(await self._models(), self._shown_url)
+            self._served = _only_model(await self._list_models(), self.base_url)
         return self._served
 
-    async def _models(self) -> list[Json]:
-        connection = await self._connect()
-        data: Json = {}
-        async for attempt in _retrying(self._max_attempts):
-            with attempt, self._translated():
-                async with asyncio.timeout(self.request_timeout):
-                    data = await self._json(connection.client.get("/models", cast_to=object))
-        entries = data.get("data")
-        return [entry for entry in entries or [] if isinstance(entry, dict)]
+    async def _list_models(self) -> list[Json]:
+        """Ask `/models` once; those who wait while it is asked share the outcome."""
+        if self._listed is not None:
+            return self._listed
+        lookup = (await self._connect()).lookup
+        failures = lookup.failures
+        async with lookup.lock:
+            if self._listed is not None:
+                return self._listed
+            if lookup.error is not None and lookup.failures > failures:
+                raise copy.copy(lookup.error) from lookup.error
+            try:
+                data, _ = await _with_retries(self._max_attempts, self._get_models)
+            except EndpointError as error:
+                lookup.error = error
+                lookup.failures += 1
+                raise
+        found = data.get("data")
+        entries = [e for e in found if isinstance(e, dict)] if isinstance(found, list) else []
+        self._listed = entries or None  # a server that serves none yet is asked again
+        return entries
+
+    async def _get_models(self) -> Json:
+        async with self._turn() as client:
+            with self._translated():
+                return await self._json(client.get("/models", cast_to=object))
 
     async def _learn_capabilities(self) -> Capabilities:
         if self._capabilities is None:
             try:
-                entries = await self._models()
-            except EndpointRejectedError:
-                entries = []  # no such route: the server says nothing of itself
-            except EndpointError:
-                return Capabilities()  # not an answer, so not remembered
+                entries = await self._list_models()
+            except EndpointError as error:
+                if error.status_code not in _NO_SUCH_ROUTE:
+                    return Capabilities()  # not an answer, so not remembered
+                entries = []  # the server says nothing of itself
             self._capabilities = read_capabilities(entries, self._served)
         return self._capabilities
 
@@ -344,26 +426,29 @@ class Endpoint:
                 text = {"content": prompt, "add_special": True}
                 return len((await self._post_root("/tokenize", text))["tokens"])
         except (EndpointError, KeyError, TypeError, ValueError) as error:
-            log.info("%s: cannot count tokens: %s", self._shown_url, type(error).__name__)
+            log.info("%s: cannot count tokens: %s", self.base_url, type(error).__name__)
         return None
 
     async def _post_root(self, path: str, body: Json) -> Json:
         """Post to a route beside `/v1`."""
-        connection = await self._connect()
         url = self.base_url.removesuffix("/v1") + path
-        with self._translated():
-            async with asyncio.timeout(self.request_timeout):
-                return await self._json(connection.client.post(url, cast_to=object, body=body))
+        async with self._turn() as client:
+            with self._translated():
+                return await self._json(client.post(url, cast_to=object, body=body))
 
     async def _json(self, response: Awaitable[object]) -> Json:
-        data = await response
-        if isinstance(data, dict):
-            return data
-        raise MalformedReplyError(
-            f"{self._shown_url}: the reply is not a JSON object; is this an OpenAI-compatible URL?",
-            endpoint=self._shown_url,
-            model=self._served,
-        )
+        async with asyncio.timeout(self.request_timeout):
+            data = await response
+        if not isinstance(data, dict):
+            raise MalformedReplyError(
+                f"{self.base_url}: the reply is not a JSON object; "
+                "is this an OpenAI-compatible URL?",
+                endpoint=self.base_url,
+                model=self._served,
+            )
+        if data.get("error") and not data.get("choices"):
+            raise self._from_reported(data["error"])  # some proxies report errors with a 200
+        return data
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
@@ -371,26 +456,34 @@ class Endpoint:
             # The first import takes half a second: not on the loop that others wait on.
             await asyncio.to_thread(_import_clients)
         if self._connection is None or self._connection.loop is not loop:
-            if self._connection is not None:
-                # A forked child: the sockets are the parent's, so they are left alone.
-                _INHERITED.append(self._connection)
+            self._forget_connection()
             self._connection = _Connection(
                 loop=loop,
                 client=self._new_client(),
                 slots=asyncio.Semaphore(self.max_concurrency),
-                model_lookup=asyncio.Lock(),
             )
-            closing = weakref.finalize(self, _close_later, self._connection, os.getpid())
-            closing.atexit = False
+            self._closing = weakref.finalize(self, _close_later, self._connection, os.getpid())
+            self._closing.atexit = False
         return self._connection
+
+    def _forget_connection(self) -> _Connection | None:
+        connection, self._connection = self._connection, None
+        if self._closing is not None:
+            self._closing.detach()
+        if connection is not None and connection.loop is not asyncio.get_running_loop():
+            # A forked child: the sockets are the parent's, so they are left alone.
+            _INHERITED.append(connection)
+            return None
+        return connection
 
     def _new_client(self) -> AsyncOpenAI:
         import openai
 
         options: dict[str, Any] = {
             "base_url": self.base_url,
-            "api_key": self._api_key if isinstance(self._api_key, str) else self._asked_key,
+            "api_key": self._key.option,
             "default_headers": self._headers,
+            "default_query": self._query,
             "max_retries": 0,  # retries have one layer, ours
             "timeout": openai.Timeout(
                 self.request_timeout, connect=min(_CONNECT_SECONDS, self.request_timeout)
@@ -406,79 +499,88 @@ class Endpoint:
             )
         return client.with_options(max_retries=0)
 
-    async def _asked_key(self) -> str:
-        assert callable(self._api_key)  # noqa: S101 - narrows the type
-        # A synchronous callable may ask a vault: not on the loop that carries all requests.
-        key = await asyncio.to_thread(self._api_key)
-        return await key if inspect.isawaitable(key) else key
-
     async def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None and connection.loop is asyncio.get_running_loop():
+        connection = self._forget_connection()
+        if connection is not None:
             await connection.client.close()
 
     @contextmanager
-    def _translated(self, dialect: _Dialect | None = None) -> Iterator[None]:
-        """Turn the client library's errors into ours; everything else is a bug and passes."""
+    def _translated(self, sent: Json | None = None) -> Iterator[None]:
+        """Turn the client library's errors into ours; everything else is a bug and passes.
+
+        A refusal of the chat request `sent` may teach another wording, worth a retry.
+        """
         import openai
 
         try:
             yield
         except openai.APIStatusError as error:
-            translated = self._from_status(error)
-            if dialect is not None and _adapt(dialect, translated):
+            said = self._said(error)
+            translated = self._failure(said, error.status_code, error.response.headers)
+            if sent is not None and _adapt(self._dialect, sent, translated, said):
                 translated.retryable = True
                 translated.retry_after = 0.0
             raise translated from error
         except (openai.APITimeoutError, TimeoutError) as error:
-            raise EndpointTimeoutError(
-                f"{self._shown_url}: no reply within {self.request_timeout:g} s",
-                endpoint=self._shown_url,
-                model=self._served,
-            ) from error
+            raise self._timed_out() from error
         except openai.APIConnectionError as error:
             raise self._unreachable(error) from error
-        except openai.APIError as error:  # an error event inside a stream
-            raise EndpointUnavailableError(
-                f"{self._shown_url}: {self._scrubbed(error.message)}",
-                endpoint=self._shown_url,
-                model=self._served,
-            ) from error
-        except json.JSONDecodeError as error:
+        except openai.APIResponseValidationError as error:
             raise MalformedReplyError(
-                f"{self._shown_url}: the reply is not valid JSON ({error.msg})",
-                endpoint=self._shown_url,
+                f"{self.base_url}: {self._said(error)}",
+                endpoint=self.base_url,
+                model=self._served,
+                status_code=error.status_code,
+            ) from error
+        except openai.APIError as error:  # an error event inside a stream
+            raise self._from_reported(error.body or error.message) from error
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise MalformedReplyError(
+                f"{self.base_url}: the reply is not valid JSON ({error.__class__.__name__})",
+                endpoint=self.base_url,
                 model=self._served,
             ) from error
         except Exception as error:
             # openai 2.x lets its HTTP library's errors out of a stream, and that library has
             # another name in openai 3.x.
             if type(error).__module__.partition(".")[0] in {"httpx", "httpx2"}:
-                raise self._unreachable(error) from error
+                late = "TimeoutException" in {kind.__name__ for kind in type(error).__mro__}
+                raise (self._timed_out() if late else self._unreachable(error)) from error
             raise
+
+    def _timed_out(self) -> EndpointTimeoutError:
+        return EndpointTimeoutError(
+            f"{self.base_url}: no reply within {self.request_timeout:g} s",
+            endpoint=self.base_url,
+            model=self._served,
+        )
 
     def _unreachable(self, error: Exception) -> EndpointUnavailableError:
         cause = error.__cause__ or error
         detail = self._scrubbed(str(cause) or type(cause).__name__)
         return EndpointUnavailableError(
-            f"{self._shown_url}: no connection ({detail}); is the server running?",
-            endpoint=self._shown_url,
+            f"{self.base_url}: no connection ({detail}); is the server running?",
+            endpoint=self.base_url,
             model=self._served,
         )
 
-    def _from_status(self, error: Any) -> EndpointError:
-        status = int(error.status_code)
-        headers = error.response.headers
-        said = self._scrubbed(_server_message(error))
+    def _from_reported(self, body: object) -> EndpointError:
+        """Read an error that came with a 200, in a stream or from a proxy."""
+        code = mapping(body).get("code")
+        status = code if isinstance(code, int) and 400 <= code < 600 else None  # noqa: PLR2004
+        return self._failure(self._scrubbed(_words_of(body)), status, {})
+
+    def _failure(self, said: str, status: int | None, headers: Mapping[str, str]) -> EndpointError:
         kind: type[EndpointError] = EndpointRejectedError
-        if status in {408, 409, 425, 429} or status >= 500:  # noqa: PLR2004 - HTTP's own numbers
-            kind = EndpointUnavailableError
-        elif _is_overflow(said):
+        if status != 429 and _is_overflow(said):  # noqa: PLR2004
             kind = ContextTooSmallError
+        elif status is None or status in {408, 409, 425, 429} or status >= 500:  # noqa: PLR2004
+            kind = EndpointUnavailableError
+        shown = f"HTTP {status}: " if status else ""
         hint = "; check api_key" if status in {401, 403} else ""
-        translated = kind(
-            f"{self._shown_url}: HTTP {status}: {said}{hint}",
-            endpoint=self._shown_url,
+        failure = kind(
+            f"{self.base_url}: {shown}{said}{hint}",
+            endpoint=self.base_url,
             model=self._served,
             status_code=status,
             request_id=headers.get("x-request-id"),
@@ -486,13 +588,19 @@ class Endpoint:
         )
         told = headers.get("x-should-retry")
         if told in {"true", "false"}:
-            translated.retryable = told == "true"
-        return translated
+            failure.retryable = told == "true"
+        return failure
+
+    def _said(self, error: Any) -> str:
+        """Return the server's own words, in which keys are masked, in the cause as well."""
+        error.args = tuple(self._scrubbed(str(arg)) for arg in error.args)  # tracebacks show it
+        body = error.body if error.body is not None else error.response.text
+        return self._scrubbed(_words_of(body or error.message))
 
     def _scrubbed(self, text: str) -> str:
         """Servers like to echo what they were sent: keep keys out of messages."""
-        secrets = [self._api_key if isinstance(self._api_key, str) else "", *self._headers.values()]
-        for secret in secrets:
+        values = [word for value in self._headers.values() for word in value.split()]
+        for secret in [self._key.last, *values, *self._query.values()]:
             if len(secret) > 3 and secret != _NO_KEY:  # noqa: PLR2004 - "a" is no secret
                 text = text.replace(secret, "***")
         return _KEY_LIKE.sub("***", text)
@@ -500,23 +608,6 @@ class Endpoint:
 
 _INHERITED: list[_Connection] = []
 _KEY_LIKE = re.compile(r"\b(?:sk|hf|gsk|xai)[-_][\w*-]{8,}")
-
-
-class _Slot:
-    """A place under the concurrency limit that is given back exactly once."""
-
-    def __init__(self, slots: asyncio.Semaphore) -> None:
-        self._slots = slots
-        self._taken = False
-
-    async def take(self) -> None:
-        await self._slots.acquire()
-        self._taken = True
-
-    def give_back(self) -> None:
-        if self._taken:
-            self._taken = False
-            self._slots.release()
 
 
 # -------------------------------------------------------------------- retries
@@ -533,6 +624,17 @@ def _retrying(attempts: int) -> AsyncRetrying:
     )
 
 
+async def _with_retries(attempts: int, send: Callable[[], Awaitable[T]]) -> tuple[T, int]:
+    """Return what `send` brings and how often it was called."""
+    retrying = _retrying(attempts)
+    try:
+        result: T = await retrying(send)
+    except EndpointError as error:
+        error.attempts = retrying.statistics["attempt_number"]
+        raise
+    return result, retrying.statistics["attempt_number"]
+
+
 def _worth_retrying(error: BaseException) -> bool:
     if not isinstance(error, EndpointError) or not error.retryable:
         return False
@@ -540,12 +642,12 @@ def _worth_retrying(error: BaseException) -> bool:
 
 
 def _wait(state: RetryCallState) -> float:
-    from tenacity import wait_exponential_jitter
+    from tenacity import wait_exponential, wait_random
 
     error = state.outcome.exception() if state.outcome else None
     if isinstance(error, EndpointError) and error.retry_after is not None:
         return error.retry_after
-    return wait_exponential_jitter(initial=0.25, max=8.0, jitter=0.25)(state)
+    return wait_exponential(multiplier=0.25, max=8.0)(state) + wait_random(0.0, 0.25)(state)
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
@@ -560,7 +662,7 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
 
         try:
             return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
     return None
 
@@ -573,26 +675,43 @@ def _number(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _adapt(dialect: _Dialect, error: EndpointError) -> bool:
-    """Learn from a refusal how to word the request; False if there is nothing to change."""
+def _adapt(dialect: _Dialect, sent: Json, error: EndpointError, said: str) -> bool:
+    """Learn from a refusal how to word requests; False if there is nothing to change.
+
+    What was sent decides, not what is known by now: of several requests under way, each is refused
+    and each is worth sending again.
+    """
     if not isinstance(error, EndpointRejectedError) or isinstance(error, ContextTooSmallError):
         return False
-    said = str(error)
-    if "max_completion_tokens" in said and dialect.max_tokens_field == "max_tokens":
+    if "max_completion_tokens" in said and "max_tokens" in sent:
         dialect.max_tokens_field = "max_completion_tokens"
         return True
-    if "top_logprobs" in said and dialect.most_alternatives in _FEWER_ALTERNATIVES:
-        dialect.most_alternatives = _FEWER_ALTERNATIVES[dialect.most_alternatives]
-        return True
-    if "logprobs" in said and "logprobs" not in dialect.refused:
-        dialect.refused |= {"logprobs", "top_logprobs"}
-        log.warning("%s refuses log-probabilities: %s", error.endpoint, said)
+    if "logprobs" in said and "logprobs" in sent:
+        allowed = _allowed_alternatives(said, sent.get("top_logprobs") or 0)
+        if allowed:
+            dialect.most_alternatives = min(allowed, dialect.most_alternatives)
+        elif "logprobs" not in dialect.refused:
+            dialect.refused |= {"logprobs", "top_logprobs"}
+            log.warning("%s refuses log-probabilities: %s", error.endpoint, said)
         return True
     for name in ("stream_options", "temperature"):
-        if name in said and name not in dialect.refused:
+        if name in said and name in sent:
             dialect.refused.add(name)
             return True
     return False
+
+
+_LIMIT = re.compile(
+    r"(?:<=|at most|max\w*|up to|equal to|between \d+ and|\d+ to)\D{0,30}(\d+)", re.IGNORECASE
+)
+
+
+def _allowed_alternatives(said: str, asked: int) -> int:
+    """Return how many alternatives a refusing server may grant; 0 for none at all."""
+    named = [int(limit) for limit in _LIMIT.findall(said)]
+    if named:
+        return max((limit for limit in named if limit < asked), default=0)
+    return _FEWER_ALTERNATIVES if "top_logprobs" in said and asked > _FEWER_ALTERNATIVES else 0
 
 
 def _import_clients() -> None:
@@ -615,25 +734,20 @@ def _only_model(entries: list[Json], shown_url: str) -> str:
     )
 
 
-def _server_message(error: Any) -> str:
+def _words_of(body: object) -> str:
     """Find the server's own words in the shapes servers use."""
-    body = error.body
     for key in ("error", "message", "detail"):
         if isinstance(body, dict) and body.get(key):
             body = body[key]
-    if isinstance(body, str) and body.strip():
-        text = body
-    elif body is not None:
-        text = json.dumps(body, default=str)
-    else:
-        text = error.response.text or error.message
+    text = body if isinstance(body, str) else json.dumps(body, default=str)
     text = " ".join(text.split())
     return text if len(text) <= 500 else text[:500] + "…"  # noqa: PLR2004 - a line, not a page
 
 
 _OVERFLOW = re.compile(
     r"exceed\w*.{0,40}context|context.{0,20}(length|size|window).{0,60}"
-    r"(exceed|is \d+|of \d+)|prompt.{0,20}too long|context_length_exceeded",
+    r"(exceed|is \d+|of \d+)|(longer than|too (large|long)).{0,60}context|"
+    r"prompt.{0,20}too long|context_length_exceeded",
     re.IGNORECASE,
 )
 
@@ -646,15 +760,22 @@ def _is_overflow(message: str) -> bool:
 
 
 def _positive(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
         raise ConfigurationError(f"{name}={value!r} must be a number above 0")
     return value
 
 
-def _checked_key(key: ApiKey | None) -> ApiKey:
-    if key is None:
-        return _NO_KEY
-    if isinstance(key, str) and (not key or key.split() != [key] or not key.isascii()):
+def _at_least_one(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1")
+    return value
+
+
+def _checked_key(key: object) -> str:
+    if not isinstance(key, str):
+        raise ConfigurationError(f"the api_key callable returned a {type(key).__name__}, not a str")
+    if not key or key.split() != [key] or not key.isascii():
         raise ConfigurationError(
             "api_key is empty or holds white space or non-ASCII characters; "
             "strip the line break a file or shell may have added"
@@ -662,26 +783,45 @@ def _checked_key(key: ApiKey | None) -> ApiKey:
     return key
 
 
-def _normal_url(base_url: str) -> str:
-    parts = urlsplit(base_url.strip() if isinstance(base_url, str) else "")
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        shown = _without_secrets(base_url) if isinstance(base_url, str) else repr(base_url)
+def _checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    for name, value in headers.items():
+        usable = isinstance(value, str) and value.isascii() and value.isprintable()
+        if not usable or value != value.strip():
+            raise ConfigurationError(
+                f"header {name!r} must be a line of ASCII text without white space around it"
+            )
+    return dict(headers)
+
+
+def _address(base_url: str) -> tuple[str, dict[str, str], dict[str, str]]:
+    """Split a URL into one that can be shown, its query, and its credentials as a header."""
+    try:
+        parts = urlsplit(base_url.strip())
+        host, _ = parts.hostname, parts.port  # reading the port checks it
+    except (AttributeError, ValueError):
+        host = None
+    if not host or parts.scheme not in {"http", "https"}:
         raise ConfigurationError(
-            f"base_url {shown!r} is not a URL; write it with its scheme: http://localhost:8000/v1"
+            f"base_url {_without_secrets(base_url)!r} is not a URL; "
+            "write it with its scheme: http://localhost:8000/v1"
         )
+    credentials: dict[str, str] = {}
+    if parts.username is not None:
+        pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        encoded = base64.b64encode(pair.encode()).decode()
+        credentials["Authorization"] = f"Basic {encoded}"
     path = parts.path.rstrip("/").removesuffix("/chat/completions")
-    return urlunsplit(parts._replace(path=path or "/v1", fragment=""))
+    url = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], path or "/v1", "", ""))
+    return url, dict(parse_qsl(parts.query)), credentials
 
 
-def _without_secrets(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+def _without_secrets(url: object) -> str:
+    return str(url).rpartition("@")[2].partition("?")[0]
 
 
 def _close_later(connection: _Connection, process: int) -> None:
     """Close a forgotten endpoint's connections on the loop they belong to."""
-    if os.getpid() != process or connection.loop.is_closed():
-        return
-    connection.loop.call_soon_threadsafe(
-        lambda: connection.loop.create_task(connection.client.close())
-    )
+    if os.getpid() != process:
+        _INHERITED.append(connection)
+    elif not connection.loop.is_closed():
+        asyncio.run_coroutine_threadsafe(connection.client.close(), connection.loop)

@@ -133,6 +133,8 @@ class Engine(ABC):
         finally:
             asked.cancel()
             await asyncio.wait([asked])
+            if not asked.cancelled():
+                asked.exception()  # seen, also where the reader left before it was raised
 
     async def _asked(
         self,

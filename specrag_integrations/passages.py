@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +42,7 @@ class Passage:
             "id": self.id,
             "title": self.title,
             "text": self.text,
-            "score": self.score,
+            "score": _jsonable(self.score),
             "metadata": {key: _jsonable(value) for key, value in self.metadata.items()},
         }
 
@@ -61,11 +63,12 @@ def usable_passages(items: Iterable[Passage | str]) -> Usable:
     would be paid for and, sampled twice, would look like independent evidence.
 
     Raises:
-        InputError: an item is neither a `Passage` nor a string, or `items` is a single string.
+        InputError: an item is neither a `Passage` nor a string, or `items` is no list of them.
     """
-    if isinstance(items, str | bytes | Passage):
-        message = f"passages must be a list of Passage or str, not a single {type(items).__name__}"
-        raise InputError(message)
+    if isinstance(items, str | bytes | Passage | Mapping) or not isinstance(items, Iterable):
+        raise InputError(
+            f"passages must be a list of Passage or str, not a single {type(items).__name__}"
+        )
     kept: list[Passage] = []
     dropped: list[str] = []
     seen: set[tuple[str, str]] = set()
@@ -91,8 +94,12 @@ def _normal(text: str) -> str:
 
 
 def _jsonable(value: Any) -> Any:
-    if value is None or isinstance(value, str | int | float | bool):
+    if value is None or isinstance(value, str | bool):
         return value
+    if isinstance(value, numbers.Integral):  # numpy's scalars as well
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): _jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -13,7 +13,7 @@ import contextvars
 import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -39,6 +39,7 @@ class _Work(Generic[T]):
     def _finish(self, task: asyncio.Task[T]) -> None:
         if task.cancelled():
             self.outcome.cancel()
+            self.outcome.set_running_or_notify_cancel()  # else whoever waits for it goes on waiting
         elif (error := task.exception()) is not None:
             self.outcome.set_exception(error)
         else:
@@ -73,7 +74,7 @@ class Portal:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(
-                    target=self._loop.run_forever, name="specrag-io", daemon=True
+                    target=_serve, args=(self._loop,), name="specrag-io", daemon=True
                 ).start()
             return self._loop
 
@@ -155,7 +156,20 @@ class Portal:
                     return
                 yield item
         finally:
-            self.run(_close(items))
+            if self.here():
+                # A forgotten iterator's garbage may be collected on any thread, the portal's too,
+                # where nobody can wait.
+                _Work(_close(items), self.loop)
+            else:
+                self.run(_close(items))
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    while not loop.is_closed():
+        # A task that exits the process ends the loop as well, and must not: its caller gets the
+        # exception, and the others go on.
+        with suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()
 
 
 async def _next(items: AsyncGenerator[T, None]) -> T:

@@ -16,6 +16,8 @@ from specrag_integrations.models import Capabilities, ChatReply, ChatRequest, To
 
 Json = dict[str, Any]
 
+_ROUNDING = 1e-3
+"""How far above 0 a log-probability may be by rounding; beyond, it is something else."""
 _LOGPROB_FLOOR = -100.0
 """Servers write -9999 or -inf for "never"; one such token must not drown a mean."""
 _CUT_PROMPT_RATIO = 10
@@ -28,7 +30,7 @@ def read_reply(data: Json, request: ChatRequest, *, endpoint: str) -> ChatReply:
     Raises:
         MalformedReplyError: there is no message in it.
     """
-    choice = mapping(next(iter(data.get("choices") or []), None))
+    choice = mapping(next(iter(_items(data.get("choices"))), None))
     message = choice.get("message")
     if not isinstance(message, dict):
         raise MalformedReplyError(
@@ -69,10 +71,8 @@ def _cut_prompt(request: ChatRequest, count: TokenCount) -> tuple[str, ...]:
 def _read_tokens(logprobs: object) -> tuple[Token, ...] | None:
     """Read the written tokens; None where they are missing or carry no information."""
     found = mapping(logprobs)
-    entries = found.get("content")
-    if not entries:
-        entries = _from_completions_shape(found)
-    tokens = [_read_token(entry) for entry in entries or []]
+    entries = _items(found.get("content")) or _from_completions_shape(found)
+    tokens = [_read_token(entry) for entry in entries]
     usable = [token for token in tokens if token is not None]
     if not usable or len(usable) != len(tokens):
         return None
@@ -86,25 +86,31 @@ def _read_token(entry: object) -> Token | None:
     text, logprob = fields.get("token"), _logprob(fields.get("logprob"))
     if not isinstance(text, str) or logprob is None:
         return None
-    raw = fields.get("bytes")
     alternatives = [
         (other["token"], value)
-        for other in map(mapping, fields.get("top_logprobs") or [])
+        for other in map(mapping, _items(fields.get("top_logprobs")))
         if isinstance(other.get("token"), str)
         and (value := _logprob(other.get("logprob"))) is not None
     ]
     return Token(
         text=text,
-        data=bytes(raw) if isinstance(raw, list) else text.encode(),
+        data=_read_bytes(fields.get("bytes"), text),
         logprob=logprob,
         alternatives=tuple(alternatives),
     )
 
 
+def _read_bytes(raw: object, text: str) -> bytes:
+    try:
+        return bytes(_items(raw)) or text.encode(errors="replace")
+    except (TypeError, ValueError):  # not a list of numbers below 256
+        return text.encode(errors="replace")
+
+
 def _from_completions_shape(found: Json) -> list[Json]:
     """Read the shape of `/v1/completions`, which some servers send from the chat route too."""
-    texts, values = found.get("tokens") or [], found.get("token_logprobs") or []
-    tops = found.get("top_logprobs") or [None] * len(texts)
+    texts, values = _items(found.get("tokens")), _items(found.get("token_logprobs"))
+    tops = _items(found.get("top_logprobs")) or [None] * len(texts)
     if not len(texts) == len(values) == len(tops):
         return []
     return [
@@ -121,14 +127,15 @@ def _logprob(value: object) -> float | None:
     """Return a usable log-probability in nats, floored; None for what is none."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         return None
-    return None if value > 0 else max(float(value), _LOGPROB_FLOOR)
+    return None if value > _ROUNDING else min(0.0, max(float(value), _LOGPROB_FLOOR))
 
 
 def _read_scored(data: Json, request: ChatRequest) -> tuple[Token, ...] | None:
     """Cut the scored message's tokens out of vLLM's `prompt_logprobs`.
 
-    The server does not map tokens to messages, so the message is looked for in the decoded prompt,
-    after the messages before it. A template that changes the text makes this fail, never guess.
+    The server does not map tokens to messages, so the messages are looked for in the decoded
+    prompt, from its start and from its end. A template that changes the text makes this fail, and
+    so does a text that occurs twice: never guess.
     """
     values, ids = data.get("prompt_logprobs"), data.get("prompt_token_ids")
     if request.score_message is None or not isinstance(values, list) or not isinstance(ids, list):
@@ -137,13 +144,25 @@ def _read_scored(data: Json, request: ChatRequest) -> tuple[Token, ...] | None:
         return None
     tokens = [_read_prompt_token(entry, token) for entry, token in zip(values, ids, strict=True)]
     prompt = "".join(token.text if token else "" for token in tokens)
-    start, end = 0, 0
-    for message in request.messages[: request.score_message + 1]:
-        start = prompt.find(message.content, end)
-        if start < 0:
+    start = _place(prompt, [message.content for message in request.messages], request.score_message)
+    if start is None:
+        return None
+    return _cut(tokens, start, start + len(request.messages[request.score_message].content))
+
+
+def _place(prompt: str, texts: Sequence[str], index: int) -> int | None:
+    """Return where the text with this index begins, if all texts are there in order."""
+    end, first, last = 0, -1, len(prompt)
+    for text in texts[: index + 1]:
+        first = prompt.find(text, end)
+        if first < 0:
             return None
-        end = start + len(message.content)
-    return _cut(tokens, start, end)
+        end = first + len(text)
+    for text in reversed(texts[index:]):
+        last = prompt.rfind(text, 0, last)
+        if last < 0:
+            return None
+    return first if first == last else None
 
 
 def _read_prompt_token(entry: object, token_id: object) -> Token | None:
@@ -152,16 +171,20 @@ def _read_prompt_token(entry: object, token_id: object) -> Token | None:
     if logprob is None:
         return None
     text = text if isinstance(text, str) else ""
-    return Token(text=text, data=text.encode(), logprob=logprob)
+    return Token(text=text, data=text.encode(errors="replace"), logprob=logprob)
 
 
 def _cut(tokens: Sequence[Token | None], start: int, end: int) -> tuple[Token, ...] | None:
-    """Return the tokens whose characters overlap [start, end), or None if one is missing."""
+    """Return the tokens whose characters overlap [start, end), or None if one is missing.
+
+    The first bytes of a character have no text of their own: they come before it, at its place.
+    """
     cut: list[Token] = []
     position = 0
     for token in tokens:
         length = len(token.text) if token else 0
-        if position < end and position + length > start:
+        begun = position + length > start or (not length and position == start)
+        if position < end and begun:
             if token is None:
                 return None
             cut.append(token)
@@ -200,8 +223,8 @@ class Collected:
         """Take a chunk in and return the text it brings."""
         self.usage = chunk.get("usage") or self.usage
         self.model = chunk.get("model") or self.model
-        choice = mapping(next(iter(chunk.get("choices") or []), None))
-        self.tokens += mapping(choice.get("logprobs")).get("content") or []
+        choice = mapping(next(iter(_items(chunk.get("choices"))), None))
+        self.tokens += _items(mapping(choice.get("logprobs")).get("content"))
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
         piece = mapping(choice.get("delta")).get("content")
         if not isinstance(piece, str):
@@ -222,6 +245,10 @@ class Collected:
 def mapping(value: object) -> Json:
     """Return the value if it is a JSON object, else an empty one."""
     return value if isinstance(value, dict) else {}
+
+
+def _items(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _whole(value: object) -> int | None:

@@ -26,6 +26,8 @@ TierName = Literal["reflection", "draft_only"]
 
 _ALTERNATIVES = 20
 """The most most servers return; enough for every spelling of Yes and No that matters."""
+_FLOOR = -100.0
+"""Stands for the -9999 and the -inf of servers: e^-100 is as good as never, and has a logarithm."""
 _STRIKES = 3
 """Consecutive questions that found a tier impossible before it is given up."""
 
@@ -268,7 +270,11 @@ def read_labels(token: Token) -> Judged | None:
     and log 0 would outweigh every other term. None if the server returned no alternatives.
     """
     # The written token itself is not always listed, and some servers list it twice.
-    listed = dict.fromkeys([*token.alternatives, (token.text, token.logprob)])
+    listed = [
+        (text, max(logprob, _FLOOR))
+        for text, logprob in dict.fromkeys([*token.alternatives, (token.text, token.logprob)])
+        if not math.isnan(logprob)
+    ]
     if len(listed) < 2:  # noqa: PLR2004 - one token is no alternative
         return None
     labels: dict[str, list[float]] = {"yes": [], "no": []}

@@ -26,7 +26,7 @@ class Candidate:
     draft: Draft
     score: Score
     value: float
-    """The score's value: never None, never NaN."""
+    """The score's value: never None, always finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ def candidates_of(drafts: Sequence[Draft], scores: Sequence[Score]) -> list[Cand
         if not draft.abstained
         and (score := by_draft.get(draft.index)) is not None
         and score.value is not None
-        and not math.isnan(score.value)
+        and math.isfinite(score.value)
     ]
 
 

@@ -30,23 +30,47 @@ class Spans:
     answer: Span
 
 
-_MARK = r"[\s>*_#`~\-]*"  # Markdown and white space around a header
-_HEADER = rf"(?:^|\n){_MARK}(?:\d+[.)]{_MARK})?(?:the\s+)?(?:final\s+|short\s+)?"
-# After the colon a sign may belong to the answer: -5, >50 %, ~3, #1.
-_COLON = rf"{_MARK}[:\uff1a](?:[ \t]*(?:\*\*|__))?"
-_RATIONALE = r"(?:rationale|reasoning|explanation)"
-_ANSWER = r"(?:answer|response)"
-_RATIONALE_HEADER = re.compile(rf"{_HEADER}{_RATIONALE}(?:{_COLON}|{_MARK}(?=\n))", re.IGNORECASE)
-_ANSWER_HEADER = re.compile(
-    rf"{_HEADER}{_ANSWER}(?:{_COLON}|{_MARK}(?=\n))"
-    rf"|(?<=[.!?\]])[ \t]+(?:final[ \t]+)?{_ANSWER}:",  # on the rationale's own line
+# Every repetition here is bounded or possessive, so that no text takes long.
+_HEADER = re.compile(
+    r"""
+    ^[ \t>*_#`~\-\u2022]*+                              # Markdown, or what was blanked
+    (?:(?:step[ \t]+)?\d{1,2}[.):][ \t*_]{0,8})?        # 1.  2)  Step 3:
+    \[?(?:the[ \t]+)?(?:final[ \t]+|short[ \t]+|brief[ \t]+)?
+    (?:(?P<rationale>rationale|reasoning|explanation)|(?P<answer>(?:answer|response)(?:[ \t]+is)?))
+    \]?(?:[ \t]{0,2}\([^()\n]{0,80}\))?[ \t*_`~]{0,8}
+    # After the colon a sign may belong to the answer: -5, >50 %, ~3, #1.
+    (?:[:\uff1a](?:\*{1,2}|__)?|[ \t][\-\u2013\u2014=][ \t]|(?<=\])[ \t]|$)
+    """,
+    re.IGNORECASE | re.MULTILINE | re.VERBOSE,
+)
+_INLINE_HEADER = re.compile(  # on the rationale's own line
+    r"(?:(?<=[.!?\])])[ \t]|(?<=\s)(?=(?-i:A)))(?:final[ \t])?(?P<answer>answer|response)[:\uff1a]",
     re.IGNORECASE,
 )
-_THINKING = re.compile(r"<(think|thinking|reasoning)>.*?(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE)
-_END_OF_THINKING = re.compile(r"</(?:think|thinking|reasoning)>", re.IGNORECASE)
-_SPECIAL_TOKEN = re.compile(r"<\|[^|<>\n]{1,40}\|>|</s>")
+_AFTER_ANSWER = re.compile(  # what models like to go on with
+    r"^(?:[ \t>*_\-]*+(?:question|passages?|evidence|sources?|note|confidence|instructions?"
+    r"|user|human|assistant)[ \t*_]{0,8}[:\uff1a]|#{1,6}[ \t])|\n[ \t]*+\n",
+    re.IGNORECASE | re.MULTILINE,
+)
+_THINKING = re.compile(
+    r"<(think|thinking|reasoning)>.*?(?:</\1>|\Z)"
+    r"|\[THINK\].*?(?:\[/THINK\]|\Z)|\u25c1think\u25b7.*?(?:\u25c1/think\u25b7|\Z)",
+    re.DOTALL | re.IGNORECASE,
+)
+_END_OF_THINKING = re.compile(
+    r"</(?:think|thinking|reasoning)>|\[/THINK\]|\u25c1/think\u25b7", re.IGNORECASE
+)
+_END_OF_TURN = re.compile(
+    r"<\|(?:im_end|eot_id|endoftext|end_of_text)\|>|<\uff5cend\u2581of\u2581sentence\uff5c>"
+    r"|</s>|<eos>|<end_of_turn>|\[/?INST\]"
+)
+_NOT_TEXT = re.compile(  # special tokens, tags, code fences, horizontal rules, invisible marks
+    r"<[|\uff5c][^<>\n]{1,40}[|\uff5c]>|</?s>|<(?:bos|eos|start_of_turn|end_of_turn)>|\[/?INST\]"
+    r"|</?(?:rationale|explanation|answer|response)>|[\u200b\ufeff]"
+    r"|^[ \t]*+(?:```[\w+\-]{0,20}|-{3,}+|={3,}+|\*{3,}+|_{3,}+)[ \t]*+$",
+    re.IGNORECASE | re.MULTILINE,
+)
 _CONTENT = re.compile(r"\S")
-_PARAGRAPH = re.compile(r"\n[ \t]*\n")
 
 
 def find_spans(text: str, *, truncated: bool = False) -> Spans:
@@ -60,61 +84,75 @@ def find_spans(text: str, *, truncated: bool = False) -> Spans:
         DraftFormatError: there is no answer to be found.
     """
     visible = _blanked(text)
-    rationale_header = _RATIONALE_HEADER.search(visible)
-    headers = list(_ANSWER_HEADER.finditer(visible))
-    if not headers:
-        return _without_header(text, visible, rationale_header, truncated=truncated)
-    # The answer that belongs to the rationale: models like to go on with a second example.
-    first = rationale_header.start() if rationale_header else 0
-    header = next((found for found in headers if found.start() >= first), headers[0])
-    end_of_answer = _end_of_answer(visible, header.end())
-    answer = _trimmed(visible, header.end(), end_of_answer)
-    if rationale_header is None:
-        rationale = _trimmed(visible, 0, header.start())
-    elif rationale_header.start() < header.start():
-        rationale = _trimmed(visible, rationale_header.end(), header.start())
-    else:
-        rationale = _trimmed(visible, rationale_header.end(), len(visible))
-    if answer.start >= answer.end:
+    headers = list(_HEADER.finditer(visible))
+    if not any(header["answer"] for header in headers):
+        headers += _INLINE_HEADER.finditer(visible)
+        headers.sort(key=lambda header: header.start())
+    rationales, answers = _sections(visible, headers)
+    if not any(header["answer"] for header in headers):
+        start = rationales[0].start if rationales else 0
+        return _without_header(text, visible, start, truncated=truncated)
+    if not answers:
         raise DraftFormatError("the answer is empty", text=text)
-    return Spans(rationale, answer)
+    # The answer that belongs to the rationale: models like to go on with a second example.
+    first = min((span.end for span in rationales), default=0)
+    answer = next((span for span in answers if span.start >= first), answers[0])
+    before = [span for span in rationales if span.end <= answer.start]
+    if before or rationales:
+        return Spans(before[-1] if before else rationales[0], answer)
+    if any(header.lastgroup == "rationale" for header in headers):
+        return Spans(Span(answer.start, answer.start), answer)
+    start = next(header.start() for header in headers if header["answer"])
+    return Spans(_trimmed(visible, 0, start), answer)
 
 
-def _without_header(
-    text: str, visible: str, rationale_header: re.Match[str] | None, *, truncated: bool
-) -> Spans:
+def _sections(visible: str, headers: Sequence[re.Match[str]]) -> tuple[list[Span], list[Span]]:
+    """Return the rationales and answers that are not empty, each from its header to the next."""
+    rationales: list[Span] = []
+    answers: list[Span] = []
+    ends = [*(header.start() for header in headers), len(visible)][1:]
+    for header, end in zip(headers, ends, strict=True):
+        is_answer = header["answer"] is not None
+        cut = _end_of_answer(visible, header.end(), end) if is_answer else end
+        span = _trimmed(visible, header.end(), cut)
+        if span.start < span.end:
+            (answers if is_answer else rationales).append(span)
+    return rationales, answers
+
+
+def _without_header(text: str, visible: str, start: int, *, truncated: bool) -> Spans:
     if truncated:
         raise DraftFormatError("cut off before the answer", text=text)
-    start = rationale_header.end() if rationale_header else 0
     body = _trimmed(visible, start, len(visible))
     if body.start >= body.end:
         raise DraftFormatError("the reply holds no text", text=text)
     line = visible.rfind("\n", body.start, body.end)
     if line < 0:
-        if rationale_header:
+        if start:
             raise DraftFormatError("a rationale without an answer", text=text)
         return Spans(Span(body.start, body.start), body)
     return Spans(_trimmed(visible, body.start, line), _trimmed(visible, line, body.end))
 
 
-def _end_of_answer(visible: str, start: int) -> int:
-    """End an answer before the next header, or before a paragraph that follows its first line."""
-    content = _CONTENT.search(visible, start)
-    found = [
-        _RATIONALE_HEADER.search(visible, start),
-        _ANSWER_HEADER.search(visible, start),
-        _PARAGRAPH.search(visible, content.start()) if content else None,
-    ]
-    return min([len(visible), *(match.start() for match in found if match)])
+def _end_of_answer(visible: str, start: int, end: int) -> int:
+    """End an answer before what models go on with, such as a paragraph after its first line."""
+    content = _CONTENT.search(visible, start, end)
+    found = _AFTER_ANSWER.search(visible, content.start(), end) if content else None
+    return found.start() if found else end
 
 
 def _blanked(text: str) -> str:
     """Blank what is not meant for the reader, keeping every position."""
     blank = lambda match: " " * len(match[0])  # noqa: E731 - used twice, here only
-    text = _SPECIAL_TOKEN.sub(blank, _THINKING.sub(blank, text))
+    text = text.replace("\r\n", " \n").replace("\r", "\n")
+    text = _THINKING.sub(blank, text)
     # Some templates open the thinking block in the prompt, so that only its end is seen.
     ends = list(_END_OF_THINKING.finditer(text))
-    return " " * ends[-1].end() + text[ends[-1].end() :] if ends else text
+    text = " " * ends[-1].end() + text[ends[-1].end() :] if ends else text
+    turn = next((end for end in _END_OF_TURN.finditer(text) if text[: end.start()].strip()), None)
+    if turn:
+        text = text[: turn.start()].ljust(len(text))
+    return _NOT_TEXT.sub(blank, text)
 
 
 def without_thinking(text: str) -> str:
@@ -130,18 +168,20 @@ def _trimmed(text: str, start: int, end: int) -> Span:
         end = max(start, end - (len(part) - len(part.rstrip())))
         part = text[start:end]
         pair = next((m for m in ("**", "__", "`", "*", "_") if _is_wrapped(part, m)), None)
+        single = next((m for m in ("**", "__") if part.count(m) % 2), None)
         if pair:
             start, end = start + len(pair), end - len(pair)
-        elif part.endswith(("**", "__")):  # what opened before the header closes here
+        elif single and part.endswith(single):  # what opened before the header closes here
             end -= 2
-        elif part.startswith(("**", "__")):
+        elif single and part.startswith(single):
             start += 2
         else:
             return Span(start, end)
 
 
 def _is_wrapped(part: str, mark: str) -> bool:
-    return len(part) > 2 * len(mark) and part.startswith(mark) and part.endswith(mark)
+    inner = part[len(mark) : -len(mark)]
+    return bool(inner) and part == f"{mark}{inner}{mark}" and mark not in inner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,16 +207,21 @@ def span_logprob(tokens: Sequence[Token] | None, text: str, span: Span) -> SpanL
     if not tokens or span.start >= span.end:
         return None
     stream = b"".join(token.data for token in tokens)
-    base = stream.rfind(text.encode())
+    base = stream.rfind(_bytes(text))
     if base < 0:
         return None
-    start = base + len(text[: span.start].encode())
-    end = base + len(text[: span.end].encode())
+    start = base + len(_bytes(text[: span.start]))
+    end = base + len(_bytes(text[: span.end]))
     total, count, position = 0.0, 0, 0
     for token in tokens:
         following = position + len(token.data)
-        if position < end and following > start:
+        # Some servers write a character's first parts as empty tokens, at the character's start.
+        if position < end and (following > start or position == following == start):
             total += token.logprob
             count += 1
         position = following
     return SpanLogprob(total=total, tokens=count) if count else None
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")  # JSON may hold half a character

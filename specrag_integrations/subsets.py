@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import itertools
 import math
+import operator
 import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -241,7 +242,7 @@ async def make_subsets(
         num_drafts=num_drafts,
         passages_per_draft=passages_per_draft,
     )
-    _check_ranks(found, len(passages), num_drafts, partitioner)
+    found = _checked(found, len(passages), num_drafts, partitioner)
     if len(found) < num_drafts:
         notes.append(
             f"{len(found)} of {num_drafts} drafts: {len(passages)} passages allow no more "
@@ -273,15 +274,21 @@ async def _embedded(
         result: Any = embedder(texts, question)
     else:
         result = await asyncio.to_thread(embedder, texts, question)
-    vectors: ArrayLike = await result if inspect.isawaitable(result) else result
-    return vectors
+    vectors: ArrayLike | None = await result if inspect.isawaitable(result) else result
+    return [] if vectors is None else vectors
 
 
 def _vectors(passages: Sequence[Passage], embedded: ArrayLike | None, notes: list[str]) -> Vectors:
     """Return unit rows; TF-IDF where there is nothing better, or nothing finite."""
     import numpy as np
 
-    if embedded is not None:
+    if embedded is None:
+        lacking = sum(passage.embedding is None for passage in passages)
+        if lacking < len(passages):
+            notes.append(
+                f"{lacking} of {len(passages)} passages lack an embedding: clustered by TF-IDF"
+            )
+    else:
         try:
             array = np.asarray(embedded, dtype=np.float64)
         except (TypeError, ValueError):
@@ -294,7 +301,8 @@ def _vectors(passages: Sequence[Passage], embedded: ArrayLike | None, notes: lis
         if np.isfinite(array).all():
             return _unit_rows(array)
         bad = [
-            passages[row].label for row in map(int, np.flatnonzero(~np.isfinite(array).all(axis=1)))
+            f"passage {row} {passages[row].label}"
+            for row in map(int, np.flatnonzero(~np.isfinite(array).all(axis=1)))
         ]
         notes.append(f"embeddings not finite ({', '.join(bad)}): clustered by TF-IDF instead")
     return _unit_rows(_tfidf([f"{passage.title or ''} {passage.text}" for passage in passages]))
@@ -312,9 +320,16 @@ def _unit_rows(array: Vectors) -> Vectors:
     """Scale rows to length 1, so that k-means groups by direction; zero rows stay zero."""
     import numpy as np
 
-    lengths = np.linalg.norm(array, axis=1, keepdims=True)
-    unit: Vectors = np.divide(array, lengths, out=np.zeros_like(array), where=lengths > 0)
-    return unit
+    # By the largest number first: the squares of very large and very small ones leave the range.
+    array = _divided(array, np.abs(array).max(axis=1, keepdims=True))
+    return _divided(array, np.linalg.norm(array, axis=1, keepdims=True))
+
+
+def _divided(array: Vectors, by: Vectors) -> Vectors:
+    import numpy as np
+
+    quotients: Vectors = np.divide(array, by, out=np.zeros_like(array), where=by > 0)
+    return quotients
 
 
 def _clusters(vectors: Vectors, wanted: int, seed: int) -> list[list[int]]:
@@ -363,16 +378,21 @@ def _draw(groups: Sequence[Sequence[int]], wanted: int, seed: int) -> Iterable[l
         yield members
 
 
-def _check_ranks(
-    found: Sequence[Ranks], count: int, num_drafts: int, partitioner: Partitioner
-) -> None:
-    different = {frozenset(ranks) for ranks in found}
-    in_range = all(ranks and all(0 <= rank < count for rank in ranks) for ranks in found)
-    if not 1 <= len(found) <= num_drafts or len(different) != len(found) or not in_range:
+def _checked(
+    found: Iterable[Iterable[int]], count: int, num_drafts: int, partitioner: Partitioner
+) -> list[Ranks]:
+    """Return what a partitioner found, in rank order, if it kept its promise."""
+    try:
+        ranks = [tuple(sorted(map(operator.index, subset))) for subset in found]
+    except TypeError:
+        ranks = []
+    kept = all(r and len(set(r)) == len(r) and r[0] >= 0 and r[-1] < count for r in ranks)
+    if not (kept and 1 <= len(ranks) <= num_drafts and len(set(ranks)) == len(ranks)):
         raise ConfigurationError(
             f"{type(partitioner).__name__}.partition must return 1 to {num_drafts} different "
-            f"non-empty subsets of the ranks 0 to {count - 1}; got {list(found)!r}"
+            f"non-empty subsets of the ranks 0 to {count - 1}; got {found!r}"
         )
+    return ranks
 
 
 def _whole(name: str, value: int, *, at_least: int) -> None:

@@ -4,7 +4,7 @@ import threading
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypedDict
 
 from specrag_integrations.endpoint import Endpoint
 from specrag_integrations.errors import ConfigurationError
@@ -13,6 +13,13 @@ from specrag_integrations.local.weights import StrPath, is_known, resolve
 
 _VERIFIER_SLOTS = 2
 _REQUEST_SECONDS = 600.0  # a full context takes a small machine minutes
+
+
+class Roles(TypedDict):
+    """Endpoints by the parameter of `SpeculativeRAG` they are meant for."""
+
+    drafter: Endpoint
+    verifier: Endpoint
 
 
 class EmbeddedPair:
@@ -77,8 +84,8 @@ class EmbeddedPair:
         return self.roles["verifier"]
 
     @property
-    def roles(self) -> dict[str, Endpoint]:
-        """Both endpoints by the parameter they are meant for; starts the servers on first use.
+    def roles(self) -> Roles:
+        """Both endpoints; the servers are started if they do not run.
 
         Raises:
             MissingDependencyError: xllamacpp is not installed.
@@ -90,7 +97,7 @@ class EmbeddedPair:
                 self._roles = self._start()
             for endpoint in self._roles.values():
                 endpoint.check()
-            return dict(self._roles)
+            return Roles(drafter=self._roles["drafter"], verifier=self._roles["verifier"])
 
     def start(self) -> Self:
         """Start both servers now; raises as `roles`."""

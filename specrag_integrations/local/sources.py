@@ -57,7 +57,7 @@ class HubFile:
             from huggingface_hub import constants, hf_hub_download
         except ImportError:
             raise MissingDependencyError("huggingface_hub", "local") from None
-        endpoint = os.environ.get("HF_ENDPOINT", constants.ENDPOINT)
+        endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
         # Without this the hub's own retries take 23 s to say that there is no network.
         if not reachable(endpoint):
             raise WeightsError(f"{endpoint} is not reachable")

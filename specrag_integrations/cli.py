@@ -1,0 +1,483 @@
+"""The command line: `specrag demo`, `specrag ask` and `specrag models`.
+
+Everything heavy is imported inside the commands, so that `specrag --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from specrag_integrations.errors import (
+    ConfigurationError,
+    MissingDependencyError,
+    NoAnswerError,
+    NoAnswerReason,
+    SpecRAGError,
+)
+
+if TYPE_CHECKING:
+    from specrag_integrations.answers import Answer
+    from specrag_integrations.display import Watch
+    from specrag_integrations.engine import Engine
+    from specrag_integrations.events import Event
+    from specrag_integrations.local.pair import Roles
+    from specrag_integrations.passages import Passage
+
+_INTERRUPTED = 130
+_USAGE = 2
+_FAILED = 1
+_DRAFTER = "qwen2.5-coder-0.5b-instruct"
+_VERIFIER = "qwen2.5-coder-1.5b-instruct"
+_TOP = 10
+_DEMO_QUESTION = "demo-06"
+_DEMO_PASSAGES = 8
+_REFUSED_KEY = frozenset({401, 403})
+
+_REGISTRY_HELP = "A TOML file with more sources of weights.  [env: SPECRAG_REGISTRY]"
+_KEYS = """\b
+API keys are read from the environment, never from the command line:
+  SPECRAG_API_KEY            sent to every URL given
+  SPECRAG_DRAFTER_API_KEY    sent to the drafter's URL instead
+  SPECRAG_VERIFIER_API_KEY   sent to the verifier's URL instead
+"""
+
+
+def main() -> NoReturn:
+    """Run the command line; what goes wrong on purpose is one line, and a bug keeps its traceback.
+
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # no locale fails on a character it lacks
+    try:
+        code = specrag.main(prog_name="specrag", standalone_mode=False) or 0
+        sys.stdout.flush()
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        code = error.exit_code
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        hint = f"; see: {context.command_path} --help" if context else ""
+        code = _complain(error.format_message().rstrip(".") + hint, error.exit_code)
+    except SpecRAGError as error:
+        code = _complain(f"{error}{_hint(error)}", _exit_code(error))
+    except (click.Abort, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would only add a traceback
+        code = _INTERRUPTED
+    except BrokenPipeError:
+        code = _FAILED
+    _let_go_of_broken_pipes()
+    sys.exit(code)
+
+
+def _complain(message: str, code: int) -> int:
+    from specrag_integrations.display import one_line
+
+    with suppress(BrokenPipeError):
+        click.echo(f"Error: {one_line(message)}", err=True)
+    return code
+
+
+def _exit_code(error: SpecRAGError) -> int:
+    return _USAGE if isinstance(error, ConfigurationError) else _FAILED
+
+
+def _hint(error: BaseException | None) -> str:
+    """Say what a user of the command line can do about a refused key."""
+    while error is not None:
+        if getattr(error, "status_code", None) in _REFUSED_KEY:
+            return " in the environment variable SPECRAG_API_KEY"
+        error = error.__cause__
+    return ""
+
+
+def _let_go_of_broken_pipes() -> None:
+    """Python flushes at exit, and would complain about a reader that has gone."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="specrag-integrations")
+def specrag() -> None:
+    """Speculative RAG: a small model drafts answers from subsets of the retrieved passages, a large
+    model verifies them by token log-probabilities (arXiv 2407.08223).
+
+    Try `specrag demo` first: it runs on this machine.
+    """  # noqa: D205 - click shows it as it stands
+
+
+# -------------------------------------------------------------------- options shared by commands
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Models:
+    """Which models answer: URLs with the names served there, or weights on this machine."""
+
+    drafter: str | None
+    drafter_model: str | None
+    verifier: str | None
+    verifier_model: str | None
+    registry: str | None
+
+    @property
+    def embedded(self) -> bool:
+        """Whether they run on this machine."""
+        return not (self.drafter or self.verifier)
+
+
+def _model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that say which models answer, and them as `models`."""
+
+    @functools.wraps(command)
+    def with_models(**options: Any) -> None:
+        fields = {field.name: options.pop(field.name) for field in dataclasses.fields(_Models)}
+        command(models=_Models(**fields), **options)
+
+    for option in (
+        click.option("--registry", metavar="FILE", help=_REGISTRY_HELP),
+        click.option("--verifier-model", metavar="M", help=f"Its model.  [{_VERIFIER}]"),
+        click.option("--verifier", metavar="URL", help="Endpoint of the verifier."),
+        click.option(
+            "--drafter-model",
+            metavar="M",
+            help="Its model; without a URL, a name of `specrag models list` or a GGUF file."
+            f"  [{_DRAFTER}]",
+        ),
+        click.option("--drafter", metavar="URL", help="OpenAI-compatible endpoint of the drafter."),
+    ):
+        with_models = option(with_models)
+    return with_models
+
+
+@contextmanager
+def _serving(models: _Models, num_drafts: int, watch: Watch) -> Iterator[Roles]:
+    """Provide both roles: by URL, or embedded while the block lasts."""
+    if not models.embedded:
+        yield _remote(models)
+        return
+    from importlib.util import find_spec
+
+    from specrag_integrations.local.pair import EmbeddedPair
+    from specrag_integrations.local.weights import resolve
+
+    if find_spec("xllamacpp") is None:  # to be known before a gigabyte has been fetched
+        raise MissingDependencyError("xllamacpp", "local")
+    drafter, verifier = models.drafter_model or _DRAFTER, models.verifier_model or _VERIFIER
+    pair = EmbeddedPair(
+        drafter=drafter, verifier=verifier, num_drafts=num_drafts, registry=models.registry
+    )
+    for name in (drafter, verifier):
+        resolve(name, registry=models.registry)  # shows a bar of its own
+    watch.say("loading the models")
+    with pair:
+        yield pair.roles
+
+
+def _remote(models: _Models) -> Roles:
+    from specrag_integrations.endpoint import Endpoint
+    from specrag_integrations.local.pair import Roles
+
+    url = models.drafter or models.verifier or ""
+    urls = {"drafter": models.drafter or url, "verifier": models.verifier or url}
+    names = {"drafter": models.drafter_model, "verifier": models.verifier_model}
+    wanted = {}
+    for role, other in (("drafter", "verifier"), ("verifier", "drafter")):
+        shared = urls[role] == urls[other]
+        # One URL for both roles: what is said of one role holds for the other as well.
+        name = names[role] or (names[other] if shared else None)
+        keys = [f"SPECRAG_{role.upper()}_API_KEY", "SPECRAG_API_KEY"]
+        keys += [f"SPECRAG_{other.upper()}_API_KEY"] if shared else []
+        key = next((os.environ[variable] for variable in keys if os.environ.get(variable)), None)
+        wanted[role] = (urls[role], name, key)
+    # The same model is one endpoint, with one limit to the requests under way.
+    endpoints = {one: Endpoint(one[0], one[1], api_key=one[2]) for one in wanted.values()}
+    return Roles(drafter=endpoints[wanted["drafter"]], verifier=endpoints[wanted["verifier"]])
+
+
+def _asked(
+    engine: Engine,
+    question: str,
+    passages: Sequence[Passage],
+    *,
+    deadline: float | None = None,
+    watch: Watch,
+    see: Callable[[Event], None] = lambda _: None,
+) -> Answer:
+    """Ask, and show how far the question has come."""
+    answer: Answer | None = None
+    for event in engine.stream(question, passages, deadline=deadline):
+        watch.see(event)
+        see(event)
+        if event.type == "answer":
+            answer = event.answer
+    assert answer is not None  # noqa: S101 - the last event is always the answer
+    return answer
+
+
+def _checked_question(question: str) -> str:
+    if not question.strip():
+        raise click.UsageError("the question is empty", click.get_current_context())
+    try:
+        question.encode()
+    except UnicodeEncodeError:
+        message = "the question holds bytes that are no text in this locale"
+        raise click.UsageError(message, click.get_current_context()) from None
+    return question
+
+
+def _or_usage(*, wrong: bool, message: str) -> None:
+    if wrong:
+        raise click.UsageError(message, click.get_current_context())
+
+
+# -------------------------------------------------------------------- demo
+
+
+@specrag.command(epilog=_KEYS)
+@click.option("--question", metavar="TEXT", help="A question of your own about the corpus.")
+@click.option("--id", "row_id", metavar="demo-NN", help=f"A bundled one.  [{_DEMO_QUESTION}]")
+@_model_options
+def demo(*, question: str | None, row_id: str | None, models: _Models) -> None:
+    """Answer a question about a small bundled corpus, and show how.
+
+    Shown are the passages, the subsets, the drafts, their scores and the answer; then what standard
+    RAG answers and takes on the same endpoints. The models run on this machine (llama.cpp) unless
+    URLs are given; one URL alone serves both roles.
+    """
+    from specrag_integrations import corpus, display
+    from specrag_integrations.documents import find_row, rank, read_documents
+    from specrag_integrations.pipeline import NUM_DRAFTS, SpeculativeRAG
+    from specrag_integrations.standard import StandardRAG
+
+    _or_usage(wrong=bool(question and row_id), message="give --question or --id, not both")
+    gold: Sequence[str] | None = None
+    if question is None:
+        row = find_row(corpus.questions(), row_id or _DEMO_QUESTION)
+        row_id, question, gold, passages = row.id, row.question, row.answers, list(row.passages)
+    else:
+        question = _checked_question(question)
+        passages = rank(question, read_documents([corpus.documents_path()]), _DEMO_PASSAGES)
+    out = display.console()
+    display.show_question(out, question, row_id, gold or ())
+    display.show_passages(out, passages)
+
+    def see(event: Event) -> None:
+        if event.type == "passages":
+            display.show_subsets(out, event.subsets, len(event.passages))
+
+    progress = out if out.is_terminal else display.console(stderr=True)
+    with display.watching(progress) as watch, _serving(models, NUM_DRAFTS, watch) as roles:
+        speculative, standard = SpeculativeRAG(**roles), StandardRAG(roles["verifier"])
+        with speculative, standard:
+            watch.say("warming up both ways with another question")
+            speculative.warmup()
+            other = corpus.questions()[-1]
+            SpeculativeRAG(**roles, num_drafts=1).ask(other.question, other.passages)
+            standard.ask(other.question, other.passages[:1])
+            watch.say("asking Speculative RAG")
+            answer = _asked(speculative, question, passages, watch=watch, see=see)
+            display.show_drafts(out, answer)
+            display.show_demo_answer(out, answer)
+            watch.say("asking standard RAG")
+            baseline = _asked(standard, question, passages, watch=watch)
+    display.show_comparison(out, answer, baseline, gold=gold)
+    cores = _cores() if models.embedded else None
+    display.show_closing(out, display.verdict(answer, baseline, cores=cores))
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+# -------------------------------------------------------------------- ask
+
+
+@specrag.command(epilog=_KEYS)
+@click.argument("question", required=False)
+@click.argument("more_docs", nargs=-1, metavar="[PATH]...")
+@click.option("--docs", multiple=True, metavar="PATH", help=".txt, .md, .jsonl files or folders.")
+@click.option("--passages", metavar="FILE", help="A JSONL of questions with their passages.")
+@click.option("--id", "row_id", metavar="ROW", help="The line of --passages.  [the first]")
+@click.option(
+    "--top", type=click.IntRange(min=1), metavar="N", help="Passages to take from --docs.  [10]"
+)
+@_model_options
+@click.option("--num-drafts", type=click.IntRange(min=1), metavar="N", help="How many drafts.")
+@click.option(
+    "--passages-per-draft", type=click.IntRange(min=1), metavar="K", help="Passages a draft reads."
+)
+@click.option(
+    "--deadline",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="S",
+    help="Seconds; the best draft scored by then wins.",
+)
+@click.option("--standard", is_flag=True, help="Answer by standard RAG with the verifier instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print the answer and its trace as JSON.")
+def ask(
+    *,
+    question: str | None,
+    more_docs: tuple[str, ...],
+    docs: tuple[str, ...],
+    passages: str | None,
+    row_id: str | None,
+    top: int | None,
+    num_drafts: int | None,
+    passages_per_draft: int | None,
+    deadline: float | None,
+    standard: bool,
+    as_json: bool,
+    models: _Models,
+) -> None:
+    r"""Answer QUESTION from files.
+
+    \b
+      specrag ask "When was the wall built?" --docs notes/
+      specrag ask --passages questions.jsonl --id harbour-7
+
+    Documents are split, and ranked for the question with BM25. With --passages, the passages are
+    those of the file, and QUESTION may be left out: then the file's own is asked. The models run on
+    this machine (llama.cpp) unless URLs are given; one URL alone serves both roles.
+    """
+    from specrag_integrations import display
+    from specrag_integrations.pipeline import NUM_DRAFTS, PASSAGES_PER_DRAFT, SpeculativeRAG
+    from specrag_integrations.standard import StandardRAG
+
+    paths = (*docs, *more_docs)
+    _or_usage(wrong=bool(docs) == bool(passages), message="give either --docs or --passages")
+    _or_usage(wrong=bool(more_docs and passages), message="QUESTION must be one argument: quote it")
+    _or_usage(wrong=bool(row_id and not passages), message="--id names a line of --passages")
+    _or_usage(wrong=bool(top and passages), message="--top goes with --docs")
+    sized = num_drafts is not None or passages_per_draft is not None
+    _or_usage(wrong=sized and standard, message="standard RAG writes no drafts")
+    if passages:
+        question, found = _from_rows(question, passages, row_id)
+    else:
+        _or_usage(wrong=question is None, message="Missing argument 'QUESTION'.")
+        question, found = _from_documents(question or "", paths, top or _TOP)
+    if standard and models.embedded:  # no second model is loaded for nothing
+        models = replace(models, drafter_model=models.verifier_model or _VERIFIER)
+    drafts = num_drafts or NUM_DRAFTS
+    with (
+        display.watching(display.console(stderr=True)) as watch,
+        _serving(models, drafts, watch) as roles,
+    ):
+        engine: Engine = StandardRAG(roles["verifier"])
+        if not standard:
+            per_draft = passages_per_draft or PASSAGES_PER_DRAFT
+            engine = SpeculativeRAG(**roles, num_drafts=drafts, passages_per_draft=per_draft)
+        with engine:
+            watch.say("asking")
+            answer = _asked(engine, question, found, deadline=deadline, watch=watch)
+    if as_json:
+        ascii_only = not (sys.stdout.encoding or "").lower().startswith("utf")
+        click.echo(json.dumps(answer.to_dict(), ensure_ascii=ascii_only, indent=2))
+    else:
+        display.show_answer(display.console(), answer)
+
+
+def _from_rows(question: str | None, path: str, row_id: str | None) -> tuple[str, list[Passage]]:
+    from specrag_integrations.documents import find_row, read_rows
+    from specrag_integrations.errors import InputError
+
+    rows = read_rows(path)
+    if not rows:
+        raise InputError(f"{path}: holds no question")
+    row = rows[0] if row_id is None else find_row(rows, row_id)
+    question = _checked_question(row.question if question is None else question)
+    return question, _some(row.passages)
+
+
+def _from_documents(question: str, paths: Sequence[str], top: int) -> tuple[str, list[Passage]]:
+    from specrag_integrations.documents import rank, read_documents
+
+    question = _checked_question(question)
+    return question, _some(rank(question, read_documents(paths), top))
+
+
+def _some(passages: Sequence[Passage]) -> list[Passage]:
+    """Find out that there is nothing to read before any model is loaded."""
+    from specrag_integrations.passages import usable_passages
+
+    if not usable_passages(passages).passages:
+        raise NoAnswerError(
+            "there are no passages to answer from", reason=NoAnswerReason.NO_PASSAGES
+        )
+    return list(passages)
+
+
+# -------------------------------------------------------------------- models
+
+
+_registry_option = click.option("--registry", metavar="FILE", help=_REGISTRY_HELP)
+
+
+@specrag.group()
+def models() -> None:
+    """Model weights for this machine: files known by their hash."""
+
+
+@models.command("list")
+@_registry_option
+def list_(registry: str | None) -> None:
+    """List the known weights, and whether they are in the cache."""
+    from specrag_integrations.display import console, show_weights
+    from specrag_integrations.local.weights import find, path_of, weights_names
+
+    show_weights(
+        console(),
+        [
+            (find(name, registry=registry), path_of(name, registry=registry) is not None)
+            for name in weights_names(registry=registry)
+        ],
+    )
+
+
+@models.command("pull")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@_registry_option
+def pull_(names: tuple[str, ...], registry: str | None) -> None:
+    """Fetch weights that are not in the cache yet, and print where they lie."""
+    from specrag_integrations.local.weights import find, pull
+
+    for name in names:  # a wrong name is told before the first download
+        find(name, registry=registry)
+    for name in names:
+        click.echo(pull(name, registry=registry))
+
+
+@models.command("path")
+@click.argument("name")
+@_registry_option
+def path_(name: str, registry: str | None) -> None:
+    """Print where weights lie in the cache."""
+    from specrag_integrations.errors import WeightsError
+    from specrag_integrations.local.weights import path_of
+
+    path = path_of(name, registry=registry)
+    if path is None:
+        raise WeightsError(f"{name} is not in the cache; run: specrag models pull {name}")
+    click.echo(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,462 @@
+"""Display: what the command line shows of a question, its drafts and its answer.
+
+Texts of passages and models are shown as they are: nothing in them is markup, and what a terminal
+would take for a command is replaced.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console, RenderableType
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from specrag_integrations.answers import Answer, ModelRole
+from specrag_integrations.citations import normal_answer
+from specrag_integrations.drafts import Draft, FailedDraft
+from specrag_integrations.events import Event
+from specrag_integrations.local.weights import Weights
+from specrag_integrations.passages import Passage
+from specrag_integrations.scores import Score
+from specrag_integrations.subsets import Subset
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_SHORT = 160
+_SAME_TIME = 1.05
+"""Below this ratio two times are called the same."""
+_TIERS = {
+    "reflection": "the verifier's log P(Yes) to whether the rationale supports the answer",
+    "draft_only": "the drafter's own log-probabilities, the weakest evidence",
+}
+_NONE = "-"
+
+
+# -------------------------------------------------------------------- consoles and text
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console that takes no text for markup and writes what its encoding can say."""
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+
+def clean(text: str) -> str:
+    """Replace control characters, so that no text can command the terminal."""
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
+
+
+def one_line(text: str, limit: int | None = None) -> str:
+    """Return the text in one line, cut at a word's end where it is longer than `limit`."""
+    line = clean(" ".join(text.split()))
+    if limit is None or len(line) <= limit:
+        return line
+    return line[:limit].rsplit(" ", 1)[0] + " ..."
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text(clean(text), style)
+
+
+# -------------------------------------------------------------------- while it works
+
+
+@dataclass(slots=True)
+class Watch:
+    """One line that tells what is going on, where somebody watches."""
+
+    progress: Progress
+    _scored: int = field(default=0, init=False)
+    _drafts: list[str] = field(default_factory=list, init=False)
+    _planned: int = field(default=0, init=False)
+    _written: str = field(default="", init=False)
+
+    def say(self, what: str) -> None:
+        """Show what is being done now, its time starting at zero."""
+        for task in self.progress.task_ids:
+            self.progress.remove_task(task)
+        self._scored, self._drafts, self._planned, self._written = 0, [], 0, ""
+        self.progress.add_task(what, total=None)
+
+    def see(self, event: Event) -> None:
+        """Show how far a question has come."""
+        if event.type == "passages":
+            self._planned = len(event.subsets)
+        elif event.type == "draft":
+            draft = event.draft
+            told = draft.answer if isinstance(draft, Draft) else "failed"
+            self._drafts.append(f"draft {draft.index}: {told}")
+        elif event.type == "score":
+            self._scored += 1
+        elif event.type == "delta":
+            self._written += event.text
+        self._show()
+
+    def _show(self) -> None:
+        parts = []
+        if self._planned:
+            parts.append(f"drafts {len(self._drafts)} of {self._planned}, scored {self._scored}")
+        parts += self._drafts[-1:]
+        if self._written:
+            parts = [f"writing: {self._written[-40:]}"]
+        if parts and self.progress.task_ids:
+            self.progress.update(
+                self.progress.task_ids[-1], description=one_line("  ".join(parts), 70)
+            )
+
+
+@contextmanager
+def watching(out: Console) -> Iterator[Watch]:
+    """Show a line of progress on `out` if it is a terminal; it leaves no trace."""
+    encoding = (out.encoding or "").lower()
+    columns = (
+        SpinnerColumn("dots" if encoding.startswith("utf") else "line"),
+        TextColumn("{task.description}", markup=False),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=out, transient=True, disable=not out.is_terminal or out.is_dumb_terminal
+    ) as progress:
+        yield Watch(progress)
+
+
+# -------------------------------------------------------------------- an answer
+
+
+def show_answer(out: Console, answer: Answer) -> None:
+    """Print an answer, what it rests on, and what it cost; the answer comes first."""
+    out.print(_text(answer.text, "bold"), soft_wrap=not out.is_terminal)
+    out.print()
+    facts = _facts()
+    if answer.rationale:
+        facts.add_row("Why", _text(answer.rationale))
+    facts.add_row("Sources", _sources(answer))
+    facts.add_row("Trust", _text(_trust(answer)))
+    for rival in answer.dissent:
+        ids = ", ".join(passage.label for passage in rival.passages)
+        drafts = ", ".join(map(str, rival.drafts))
+        told = f"score {_number(rival.value)}, draft {drafts}, from {ids}"
+        facts.add_row("Rival", Text.assemble(clean(rival.answer), "  ", (clean(told), "dim")))
+    facts.add_row("Time", _text(_time(answer)))
+    facts.add_row("Tokens", _text(_tokens(answer)))
+    for note in answer.trace.notes:
+        facts.add_row("Note", _text(note, "yellow"))
+    out.print(facts)
+
+
+def _facts() -> Table:
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="cyan", no_wrap=True)
+    facts.add_column(overflow="fold")
+    return facts
+
+
+def _sources(answer: Answer) -> Text:
+    ranks = {id(passage): rank for rank, passage in enumerate(answer.trace.passages, start=1)}
+    lines = Text()
+    for number, passage in enumerate(answer.passages, start=1):
+        cited = number in answer.citations
+        lines.append(f"[{number}] {_name(passage)}", "" if cited or not answer.citations else "dim")
+        lines.append(f"  {clean(passage.label)}, rank {ranks.get(id(passage), _NONE)}", "dim")
+        lines.append(", cited\n" if cited else "\n", "dim")
+    lines.rstrip()
+    return lines
+
+
+def _name(passage: Passage) -> str:
+    return one_line(passage.title or passage.text, 60)
+
+
+def _trust(answer: Answer) -> str:
+    if answer.abstained:
+        return "the passages do not tell"
+    if answer.fallback_reason is not None:
+        return f"no draft was selected ({answer.fallback_reason}); standard RAG answered"
+    if answer.tier is None or answer.selection is None:
+        return "standard RAG scores nothing"
+    score = next(
+        s
+        for s in answer.trace.scores
+        if s.draft == answer.selection.winner and s.tier == answer.tier
+    )
+    told = f"score {_score(score)}; tier {answer.tier}: {_TIERS.get(answer.tier, '')}"
+    if answer.confidence is None:
+        return f"{told}. Not calibrated: no probability of being right."
+    return f"{told}; confidence {answer.confidence:.2f} ({answer.confidence_kind})"
+
+
+def _time(answer: Answer) -> str:
+    stages = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in _stages(answer).items())
+    return f"{_ms(answer.trace.seconds)}: {stages}"
+
+
+def _stages(answer: Answer) -> dict[str, float]:
+    """Return the seconds each stage added, in order; verification runs beside the drafting."""
+    names = {
+        "partition": "partition",
+        "draft": "drafts",
+        "verify": "verification after the last draft",
+        "fallback": "standard RAG",
+        "answer": "standard RAG",
+    }
+    spent, before = {}, 0.0
+    for stage, ended in sorted(answer.trace.stages.items(), key=lambda item: item[1]):
+        spent[names.get(stage, stage)] = ended - before
+        before = ended
+    return spent
+
+
+def _tokens(answer: Answer) -> str:
+    roles: tuple[ModelRole, ...] = ("drafter", "verifier")
+    parts = [f"{role} {_count(answer, role)}" for role in roles if _used(answer, role)]
+    requests = answer.usage.requests
+    return "; ".join([*parts, "1 request" if requests == 1 else f"{requests} requests"])
+
+
+def _used(answer: Answer, role: ModelRole) -> bool:
+    return any(step.role == role for step in answer.usage.steps)
+
+
+def _count(answer: Answer, role: ModelRole) -> str:
+    if not _used(answer, role):
+        return _NONE
+    count = answer.usage.tokens(role)
+    if count.prompt is None or count.completion is None:
+        return "not counted"
+    cached = f" ({count.cached:,} cached)" if count.cached else ""
+    return f"{count.prompt:,} in{cached}, {count.completion:,} out"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:,.0f} ms"
+
+
+def _number(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.2f}"
+
+
+def _score(score: Score) -> str:
+    if score.value is None:
+        return f"{_NONE} ({one_line(score.missing or 'not scored', 60)})"
+    share = f" = P(Yes) {math.exp(score.value):.0%}" if score.tier == "reflection" else ""
+    return f"{score.value:.2f}{share}"
+
+
+# -------------------------------------------------------------------- the demonstration
+
+
+def show_question(out: Console, question: str, row_id: str | None, gold: Sequence[str]) -> None:
+    """Print the question, and the answers that count as right."""
+    facts = _facts()
+    facts.add_row("Question", _text(question, "bold"))
+    if row_id is not None:
+        told = " or ".join(gold) if gold else "the passages do not tell"
+        facts.add_row("Gold", _text(f"{told}  ({row_id}; the models do not see this)", "dim"))
+    out.print(facts)
+
+
+def show_passages(out: Console, passages: Sequence[Passage]) -> None:
+    """Print the passages by rank, shortened."""
+    _heading(out, f"1  Retrieved: {len(passages)} passages, best first")
+    ranked = Table.grid(padding=(0, 2))
+    ranked.add_column(justify="right", style="cyan", no_wrap=True)
+    ranked.add_column(no_wrap=True)
+    room = max(20, out.width - 6)
+    for rank, passage in enumerate(passages, start=1):
+        line = _text(_name(passage), "bold green" if passage.metadata.get("is_gold") else "bold")
+        line.append(f"  {one_line(passage.text)}", "not bold dim")
+        if len(line) > room:
+            line.truncate(room - 4)
+            line.append(" ...")
+        ranked.add_row(f"#{rank}", line)
+    out.print(ranked)
+    if any(passage.metadata.get("is_gold") for passage in passages):
+        gold = [f"#{n}" for n, one in enumerate(passages, start=1) if one.metadata.get("is_gold")]
+        out.print(_text(f"The answer stands in {', '.join(gold)}.", "dim"))
+
+
+def show_subsets(out: Console, subsets: Sequence[Subset], passages: int) -> None:
+    """Print which passages each draft reads."""
+    sizes = sorted({len(subset.ranks) for subset in subsets})
+    size = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
+    _heading(out, f"2  Partitioned: each draft reads {size} of {passages} passages")
+    grid = Table(box=None, pad_edge=False, padding=(0, 1), header_style="cyan")
+    grid.add_column("", no_wrap=True)
+    for rank in range(passages):
+        grid.add_column(f"#{rank + 1}", justify="center")
+    for subset in subsets:
+        cells = ["x" if rank in subset.ranks else "." for rank in range(passages)]
+        grid.add_row(
+            f"draft {subset.index}", *(Text(c, "bold" if c == "x" else "dim") for c in cells)
+        )
+    out.print(grid)
+
+
+def show_drafts(out: Console, answer: Answer) -> None:
+    """Print every draft with its log-probabilities and its score, the winner marked."""
+    trace = answer.trace
+    drafter, verifier = (_model(answer, role) for role in ("drafter", "verifier"))
+    _heading(out, f"3  Drafted by {drafter}, verified by {verifier}")
+    winner = answer.selection.winner if answer.selection else None
+    scores = {score.draft: score for score in trace.scores if score.tier == answer.tier}
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
+    table.add_column("draft", no_wrap=True)
+    table.add_column("answer, and the rationale it was written from", ratio=1, overflow="fold")
+    table.add_column("log p", justify="right", no_wrap=True)
+    table.add_column("score", justify="right", no_wrap=True)
+    for draft in trace.drafts:
+        won = draft.index == winner
+        name = Text(f"{draft.index} wins" if won else str(draft.index), "bold green" if won else "")
+        table.add_row(name, *_draft_cells(draft, scores.get(draft.index), won=won))
+    out.print(table)
+    out.print(
+        _text(
+            "log p: mean log-probability per token, by the drafter, of the answer and of the "
+            "rationale. score: the verifier's log P(Yes), which decides."
+            if answer.tier == "reflection"
+            else "log p: mean log-probability per token, by the drafter; the score is their mean.",
+            "dim",
+        )
+    )
+
+
+def _draft_cells(
+    draft: Draft | FailedDraft, score: Score | None, *, won: bool
+) -> tuple[RenderableType, RenderableType, RenderableType]:
+    if isinstance(draft, FailedDraft):
+        return _text(f"failed: {one_line(draft.reason, _SHORT)}", "red"), _NONE, _NONE
+    told = _text(one_line(draft.answer, _SHORT), "bold green" if won else "bold")
+    told.append(f"\n{one_line(draft.rationale, 2 * _SHORT) or '(no rationale)'}", "not bold dim")
+    spans = {"ans": draft.answer_logprob, "rat": draft.rationale_logprob}
+    logprobs = "\n".join(f"{name} {span.mean:.2f}" for name, span in spans.items() if span)
+    if draft.abstained:
+        return told, logprobs, "abstained"
+    if score is None or score.value is None:
+        return told, logprobs, "not scored"
+    share = f"\nYes {math.exp(score.value):.0%}" if score.tier == "reflection" else ""
+    return told, logprobs, Text(f"{score.value:.2f}{share}", "bold green" if won else "")
+
+
+def _model(answer: Answer, role: str) -> str:
+    names = {step.model for step in answer.usage.steps if step.role == role and step.model}
+    return one_line(" and ".join(sorted(names)) or f"the {role}", 60)
+
+
+def show_demo_answer(out: Console, answer: Answer) -> None:
+    """Print the answer of Speculative RAG with what it rests on."""
+    _heading(out, "4  Answered")
+    facts = _facts()
+    facts.add_row("Answer", _text(answer.text, "bold green"))
+    facts.add_row("Sources", _sources(answer))
+    if answer.fallback_reason is not None:
+        facts.add_row("Trust", _text(_trust(answer)))
+    for note in answer.trace.notes:
+        facts.add_row("Note", _text(one_line(note, 3 * _SHORT), "yellow"))
+    out.print(facts)
+
+
+def show_comparison(
+    out: Console, speculative: Answer, standard: Answer, *, gold: Sequence[str] | None
+) -> None:
+    """Print what both ways answered and took."""
+    _heading(out, "5  Compared with standard RAG")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
+    table.add_column("", no_wrap=True)
+    table.add_column("Speculative RAG", ratio=1, overflow="fold")
+    table.add_column("standard RAG", ratio=1, overflow="fold")
+    both = (speculative, standard)
+
+    def row(name: str, cells: Sequence[str]) -> None:
+        table.add_row(name, *(_text(cell) for cell in cells))
+
+    row("answer", [one_line(answer.text, _SHORT) for answer in both])
+    if gold is not None:
+        row("against gold", ["right" if is_right(a, gold) else "wrong" for a in both])
+    row("total", [_ms(answer.trace.seconds) for answer in both])
+    stages = [_stages(answer) for answer in both]
+    for stage, shown in {
+        "partition": "  partition",
+        "drafts": "  draft",
+        "verification after the last draft": "  verify *",
+        "standard RAG": "  one call",
+    }.items():
+        if any(stage in spent for spent in stages):
+            row(shown, [_ms(spent[stage]) if stage in spent else _NONE for spent in stages])
+    row("first token", [_ms(answer.trace.first_token or answer.trace.seconds) for answer in both])
+    roles: tuple[ModelRole, ...] = ("drafter", "verifier")
+    for role in roles:
+        row(f"{role} tokens", [_count(answer, role) for answer in both])
+    row("requests", [f"{answer.usage.requests}" for answer in both])
+    out.print(table)
+    notes = [
+        "standard RAG: the verifier reads all passages in one call.",
+        "Both ran one after the other on the same endpoints, warmed up with another question.",
+        "* after the last draft landed; earlier drafts are verified while others are written.",
+    ]
+    if speculative.fallback_reason is None:
+        notes.append("An accepted draft arrives whole, so its first token takes the total time.")
+    if gold is not None:
+        notes.append("right: a gold answer stands in the answer as whole words.")
+    out.print(_text(" ".join(notes), "dim"))
+
+
+def verdict(speculative: Answer, standard: Answer, *, cores: int | None) -> str:
+    """Return in plain words which was faster in this run; `cores` of the machine that ran both."""
+    times = {"Speculative RAG": speculative.trace.seconds, "standard RAG": standard.trace.seconds}
+    (fast, less), (slow, more) = sorted(times.items(), key=lambda item: item[1])
+    ratio = more / less if less else math.inf
+    if ratio < _SAME_TIME:
+        told = f"In this run both took about the same time ({less:.2f} s and {more:.2f} s)."
+    else:
+        told = (
+            f"In this run {fast} was faster, by a factor of {ratio:.1f} "
+            f"({less:.2f} s; {slow} {more:.2f} s)."
+        )
+    drafts = len(speculative.trace.drafts)
+    if cores is not None and drafts > 1:
+        shared = "1 CPU core" if cores == 1 else f"{cores} CPU cores"
+        told += (
+            f" All models share {shared} here, where {drafts} drafts cost {drafts} drafts: drafting"
+            " in parallel pays where the hardware computes drafts side by side."
+        )
+    return f"{told} One question, measured once: an example, not a benchmark."
+
+
+def is_right(answer: Answer, gold: Sequence[str]) -> bool:
+    """Whether a gold answer stands in the answer as whole words; without one, to abstain is right.
+
+    Case, articles, punctuation and citations do not count.
+    """
+    if not gold:
+        return answer.abstained
+    words = f" {normal_answer(answer.text)} "
+    return any(f" {normal_answer(accepted)} " in words for accepted in gold)
+
+
+def show_closing(out: Console, text: str) -> None:
+    """Print the last word."""
+    out.print()
+    out.print(_text(text, "bold"))
+
+
+def _heading(out: Console, title: str) -> None:
+    out.print()
+    characters = "\u2500" if (out.encoding or "").lower().startswith("utf") else "-"
+    out.print(Rule(_text(title, "bold"), align="left", style="cyan", characters=characters))
+
+
+# -------------------------------------------------------------------- weights
+
+
+def show_weights(out: Console, weights: Sequence[tuple[Weights, bool]]) -> None:
+    """Print the known weights, and whether the cache holds them."""
+    for one, cached in weights:
+        size = f"{one.bytes / 1e6:,.0f} MB"
+        state = "cached" if cached else "not cached"
+        out.print(_text(one.name, "bold"), f"{size}, {one.licence}, {state}", sep="  ")
+        out.print(f"  official: {one.repository}, {one.file}", style="dim", soft_wrap=True)
