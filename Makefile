@@ -42,7 +42,6 @@ test-mutants: .venv/dev  ## Each listed defect, put into the code, must fail a t
 	$(BIN)/python tests/mutants/run.py
 
 notebooks: .venv/dev  ## Run the notebooks on embedded endpoints (4 minutes)
-	$(BIN)/python -m jupytext --to ipynb --output build/01_quickstart.ipynb notebooks/01_quickstart.py
 	$(BIN)/python -m pytest --nbmake --nbmake-timeout=900 notebooks
 
 bench: .venv/dev  ## Print what importing the package costs

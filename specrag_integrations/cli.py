@@ -26,6 +26,7 @@ from specrag_integrations.errors import (
     NoAnswerReason,
     SpecRAGError,
 )
+from specrag_integrations.local import DRAFTER, VERIFIER
 
 if TYPE_CHECKING:
     from specrag_integrations.answers import Answer
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130
 _USAGE = 2
 _FAILED = 1
-_DRAFTER = "qwen2.5-coder-0.5b-instruct"
-_VERIFIER = "qwen2.5-coder-1.5b-instruct"
 _TOP = 10
 _DEMO_QUESTION = "demo-06"
 _DEMO_PASSAGES = 8
@@ -152,13 +151,13 @@ def _model_options(command: Callable[..., None]) -> Callable[..., None]:
 
     for option in (
         click.option("--registry", metavar="FILE", help=_REGISTRY_HELP),
-        click.option("--verifier-model", metavar="M", help=f"Its model.  [{_VERIFIER}]"),
+        click.option("--verifier-model", metavar="M", help=f"Its model.  [{VERIFIER}]"),
         click.option("--verifier", metavar="URL", help="Endpoint of the verifier."),
         click.option(
             "--drafter-model",
             metavar="M",
             help="Its model; without a URL, a name of `specrag models list` or a GGUF file."
-            f"  [{_DRAFTER}]",
+            f"  [{DRAFTER}]",
         ),
         click.option("--drafter", metavar="URL", help="OpenAI-compatible endpoint of the drafter."),
     ):
@@ -179,7 +178,7 @@ def _serving(models: _Models, num_drafts: int, watch: Watch) -> Iterator[Roles]:
 
     if find_spec("xllamacpp") is None:  # to be known before a gigabyte has been fetched
         raise MissingDependencyError("xllamacpp", "local")
-    drafter, verifier = models.drafter_model or _DRAFTER, models.verifier_model or _VERIFIER
+    drafter, verifier = models.drafter_model or DRAFTER, models.verifier_model or VERIFIER
     pair = EmbeddedPair(
         drafter=drafter, verifier=verifier, num_drafts=num_drafts, registry=models.registry
     )
@@ -375,7 +374,7 @@ def ask(
         _or_usage(wrong=question is None, message="Missing argument 'QUESTION'.")
         question, found = _from_documents(question or "", paths, top or _TOP)
     if standard and models.embedded:  # no second model is loaded for nothing
-        models = replace(models, drafter_model=models.verifier_model or _VERIFIER)
+        models = replace(models, drafter_model=models.verifier_model or VERIFIER)
     drafts = num_drafts or NUM_DRAFTS
     with (
         display.watching(display.console(stderr=True)) as watch,

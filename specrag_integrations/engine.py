@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -105,7 +105,7 @@ class Engine(ABC):
         *,
         history: History = (),
         deadline: float | None = None,
-    ) -> Iterator[Event]:
+    ) -> Generator[Event, None, None]:
         """Yield events while a question is worked on, the answer last; otherwise as `ask`.
 
         Closing the iterator cancels what is still under way.

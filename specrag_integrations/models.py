@@ -23,8 +23,11 @@ class Message:
     content: str = field(repr=False)
 
     def to_dict(self) -> dict[str, str]:
-        """Return the form every chat API takes."""
-        return {"role": self.role, "content": self.content}
+        """Return the form every chat API takes.
+
+        Half a surrogate pair, as badly cut text holds, cannot be sent and becomes "?".
+        """
+        return {"role": self.role, "content": self.content.encode(errors="replace").decode()}
 
 
 def user(content: str) -> Message:

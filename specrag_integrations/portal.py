@@ -12,7 +12,7 @@ import concurrent.futures
 import contextvars
 import os
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator
 from contextlib import aclosing, suppress
 from typing import Any, Generic, TypeVar
 
@@ -146,7 +146,7 @@ class Portal:
         finally:
             await self.hop(_close(items))
 
-    def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
+    def iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         """Iterate from synchronous code; closing the iterator closes the generator."""
         try:
             while True:

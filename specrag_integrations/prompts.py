@@ -1,8 +1,8 @@
 """Every prompt, as a pure function of strings.
 
-What is constant for a question comes first, so that a server's prefix cache serves all drafts.
-There is no system turn, since several chat templates have no place for one. Rationale before answer
-is the order of the paper's drafter (section 3, appendix G); every sentence here is our own.
+What is constant comes first, so that a server's prefix cache serves all drafts. There is no system
+turn of ours, since several chat templates have no place for one. Rationale before answer is the
+order of the paper's drafter (section 3, appendix G); every sentence here is our own.
 """
 
 from __future__ import annotations
@@ -18,18 +18,33 @@ UNKNOWN = "unknown"
 """What a model is asked to answer where the passages do not tell."""
 
 _DRAFT_TASK = (
-    "Read the passages and answer the question. First give a rationale: one short sentence that "
-    "names the evidence and cites its passage like [1]. Then give the answer itself in as few "
-    f'words as possible. If the passages do not tell, the answer is "{UNKNOWN}".'
+    "Answer the question from the passages: first one sentence of rationale that cites a passage, "
+    f"then the answer in a few words. If the passages do not tell, the answer is {UNKNOWN}."
 )
-_DRAFT_FORMAT = (
-    f"Write exactly two lines:\n{RATIONALE} one short sentence\n{ANSWER} the answer only"
-)
+_DRAFT_FORMAT = f"Write two lines, {RATIONALE} and {ANSWER}"
 _ANSWER_TASK = (
-    "Read the passages and answer the question in as few words as possible, followed by the number "
-    f'of the passage it rests on like [1]. If the passages do not tell, answer "{UNKNOWN}".'
+    "Answer the question from the passages in a few words, and cite the passage. "
+    f"If the passages do not tell, the answer is {UNKNOWN}."
 )
-_CHECK = "Does the rationale support the answer, and does it answer the question? Reply Yes or No."
+
+# Told how to write, small models copy the description ("the answer only"); shown once, they follow.
+# As turns of its own, the example is a prefix that every draft of every question shares.
+_EXAMPLE_PASSAGES = (
+    Passage(
+        title="Harbour Museum",
+        text="The Harbour Museum stands in a former rope factory. It opened in 1921 and was "
+        "enlarged forty years later.",
+    ),
+    Passage(
+        title="Harbour Bridge",
+        text="The Harbour Bridge was built in 1934 by the engineer Ada Lund.",
+    ),
+)
+_EXAMPLE_QUESTION = "Who built the Harbour Bridge?"
+_EXAMPLE_RATIONALE = "Passage [2] says that the engineer Ada Lund built the Harbour Bridge in 1934."
+_EXAMPLE_ANSWER = "Ada Lund"
+
+_CHECK = "Is this the correct answer to the question? Reply Yes or No."
 
 
 def draft_messages(
@@ -40,8 +55,11 @@ def draft_messages(
     instructions: str | None = None,
 ) -> tuple[Message, ...]:
     """Ask for one rationale and one answer from one subset of the passages."""
-    parts = [_DRAFT_TASK, instructions, numbered(passages), f"Question: {question}", _DRAFT_FORMAT]
-    return (*history, user(_joined(parts)))
+    example = (
+        user(_draft_prompt(_EXAMPLE_QUESTION, _EXAMPLE_PASSAGES, None)),
+        assistant(draft_text(_EXAMPLE_RATIONALE, _EXAMPLE_ANSWER)),
+    )
+    return _in_order(example, history, _draft_prompt(question, passages, instructions))
 
 
 def answer_messages(
@@ -52,8 +70,11 @@ def answer_messages(
     instructions: str | None = None,
 ) -> tuple[Message, ...]:
     """Ask for an answer from all passages: standard RAG, as brief as the drafts are."""
-    parts = [_ANSWER_TASK, instructions, numbered(passages), f"Question: {question}\n{ANSWER}"]
-    return (*history, user(_joined(parts)))
+    example = (
+        user(_answer_prompt(_EXAMPLE_QUESTION, _EXAMPLE_PASSAGES, None)),
+        assistant(f"{_EXAMPLE_ANSWER} [2]"),
+    )
+    return _in_order(example, history, _answer_prompt(question, passages, instructions))
 
 
 def check_messages(question: str, *, rationale: str, answer: str) -> tuple[Message, ...]:
@@ -79,5 +100,24 @@ def numbered(passages: Sequence[Passage]) -> str:
     )
 
 
-def _joined(parts: Sequence[str | None]) -> str:
+def _draft_prompt(question: str, passages: Sequence[Passage], instructions: str | None) -> str:
+    return _joined(
+        _DRAFT_TASK, instructions, numbered(passages), f"Question: {question}", _DRAFT_FORMAT
+    )
+
+
+def _answer_prompt(question: str, passages: Sequence[Passage], instructions: str | None) -> str:
+    return _joined(_ANSWER_TASK, instructions, numbered(passages), f"Question: {question}")
+
+
+def _in_order(
+    example: Sequence[Message], history: Sequence[Message], prompt: str
+) -> tuple[Message, ...]:
+    """Put an app's system turns first, where templates want them, then the example."""
+    system = [turn for turn in history if turn.role == "system"]
+    others = [turn for turn in history if turn.role != "system"]
+    return (*system, *example, *others, user(prompt))
+
+
+def _joined(*parts: str | None) -> str:
     return "\n\n".join(part for part in parts if part)

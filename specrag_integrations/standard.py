@@ -12,6 +12,7 @@ from specrag_integrations.answers import Answer, StepUsage, Trace, Usage
 from specrag_integrations.citations import (
     cited_numbers,
     is_abstention,
+    without_citations,
     without_dead_citations,
 )
 from specrag_integrations.engine import Clock, Engine, Passages
@@ -168,7 +169,7 @@ class StandardRAG(Engine):
                 emit(DeltaEvent(text=piece))
         if reply is None:
             raise MalformedReplyError(f"{self.model.name}: the stream ended without a reply")
-        if not shown.text:
+        if not without_citations(shown.text).strip():
             raise MalformedReplyError(f"{self.model.name} wrote no text")
         notes = list(reply.notes)
         if len(fitting) < len(passages):
@@ -218,7 +219,7 @@ class StandardRAG(Engine):
 
         async def fits(count: int) -> bool:
             messages = self._prompt(question, passages[:count], history)
-            size = sum(len(message.content.encode()) for message in messages)
+            size = sum(len(message.content.encode(errors="replace")) for message in messages)
             if size + _TEMPLATE_TOKENS <= room:
                 return True
             tokens = await self.model.count_tokens(messages)

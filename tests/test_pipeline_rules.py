@@ -134,10 +134,19 @@ def test_a_draft_is_verified_while_others_are_still_written(scripted: Scripted) 
 
 def test_verifications_do_not_wait_for_each_other(scripted: Scripted) -> None:
     """The server batches them."""
-    slow = Reply("Yes", alternatives={"Yes": -0.5, "No": -1.0}, delay=0.3)
-    _, server = asked(drafting(draft_of, lambda _: slow), scripted)
+    under_way: list[int] = [0]
 
-    assert server.max_in_flight == 4
+    async def respond(body: Body, _: int) -> Any:
+        if not is_verification(body):
+            return draft_of(river(body))
+        under_way.append(under_way[-1] + 1)
+        await asyncio.sleep(0.5)
+        under_way.append(under_way[-1] - 1)
+        return verdict(0.5)
+
+    asked(respond, scripted)
+
+    assert max(under_way) == 4
 
 
 @pytest.mark.parametrize("bad", [Fault(400), "", "Rationale: cut", "Rationale: x\nAnswer: unknown"])

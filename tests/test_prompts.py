@@ -14,9 +14,26 @@ from specrag_integrations.prompts import (
 PASSAGES = [Passage(text=" Paris is large. ", title="France"), Passage(text="Rome is old.")]
 
 DRAFT = """\
-Read the passages and answer the question. First give a rationale: one short sentence that names \
-the evidence and cites its passage like [1]. Then give the answer itself in as few words as \
-possible. If the passages do not tell, the answer is "unknown".
+<user>
+Answer the question from the passages: first one sentence of rationale that cites a passage, then \
+the answer in a few words. If the passages do not tell, the answer is unknown.
+
+[1] Harbour Museum
+The Harbour Museum stands in a former rope factory. It opened in 1921 and was enlarged forty years \
+later.
+
+[2] Harbour Bridge
+The Harbour Bridge was built in 1934 by the engineer Ada Lund.
+
+Question: Who built the Harbour Bridge?
+
+Write two lines, Rationale: and Answer:
+<assistant>
+Rationale: Passage [2] says that the engineer Ada Lund built the Harbour Bridge in 1934.
+Answer: Ada Lund
+<user>
+Answer the question from the passages: first one sentence of rationale that cites a passage, then \
+the answer in a few words. If the passages do not tell, the answer is unknown.
 
 [1] France
 Paris is large.
@@ -25,42 +42,64 @@ Paris is large.
 
 Question: Which city is old?
 
-Write exactly two lines:
-Rationale: one short sentence
-Answer: the answer only"""
+Write two lines, Rationale: and Answer:"""
 
 FALLBACK = """\
-Read the passages and answer the question in as few words as possible, followed by the number of \
-the passage it rests on like [1]. If the passages do not tell, answer "unknown".
+<user>
+Answer the question from the passages in a few words, and cite the passage. If the passages do not \
+tell, the answer is unknown.
+
+[1] Harbour Museum
+The Harbour Museum stands in a former rope factory. It opened in 1921 and was enlarged forty years \
+later.
+
+[2] Harbour Bridge
+The Harbour Bridge was built in 1934 by the engineer Ada Lund.
+
+Question: Who built the Harbour Bridge?
+<assistant>
+Ada Lund [2]
+<user>
+Answer the question from the passages in a few words, and cite the passage. If the passages do not \
+tell, the answer is unknown.
 
 [1] France
 Paris is large.
 
 [2] Rome is old.
 
-Question: Which city is old?
-Answer:"""
+Question: Which city is old?"""
 
-CHECK = "Does the rationale support the answer, and does it answer the question? Reply Yes or No."
+CHECK = """\
+<user>
+Which city is old?
+<assistant>
+Rationale: [2] says so.
+Answer: Rome
+<user>
+Is this the correct answer to the question? Reply Yes or No."""
+
+
+def shown(messages):
+    """Return a conversation as text."""
+    return "\n".join(f"<{message.role}>\n{message.content}" for message in messages)
 
 
 def test_the_draft_prompt():
-    """One user turn: the task, the passages, the question, the format."""
-    assert draft_messages("Which city is old?", PASSAGES) == (Message("user", DRAFT),)
+    """An example, then the task, the passages, the question and the format."""
+    assert shown(draft_messages("Which city is old?", PASSAGES)) == DRAFT
 
 
 def test_the_fallback_prompt():
     """As brief an answer as the drafts give."""
-    assert answer_messages("Which city is old?", PASSAGES) == (Message("user", FALLBACK),)
+    assert shown(answer_messages("Which city is old?", PASSAGES)) == FALLBACK
 
 
 def test_the_verification_prompt():
     """The draft stands as an assistant's turn; no passage is in it."""
-    assert check_messages("Which city is old?", rationale="[2] says so.", answer="Rome") == (
-        Message("user", "Which city is old?"),
-        Message("assistant", "Rationale: [2] says so.\nAnswer: Rome"),
-        Message("user", CHECK),
-    )
+    messages = check_messages("Which city is old?", rationale="[2] says so.", answer="Rome")
+
+    assert shown(messages) == CHECK
 
 
 def test_a_draft_without_a_rationale_has_no_empty_header():
@@ -69,20 +108,24 @@ def test_a_draft_without_a_rationale_has_no_empty_header():
 
 
 def test_the_apps_own_words_follow_the_task():
-    """In the draft and in the fallback prompt."""
-    for messages in (
-        draft_messages("Q?", PASSAGES, instructions="Answer in French."),
-        answer_messages("Q?", PASSAGES, instructions="Answer in French."),
-    ):
-        assert '"unknown".\n\nAnswer in French.\n\n[1] France' in messages[-1].content
+    """In the draft and in the fallback prompt, but not in the example, which stays a prefix."""
+    for ask in (draft_messages, answer_messages):
+        plain = ask("Q?", PASSAGES)
+        told = ask("Q?", PASSAGES, instructions="Answer in French.")
+
+        assert "is unknown.\n\nAnswer in French.\n\n[1] France" in told[-1].content
+        assert told[:-1] == plain[:-1]
 
 
-def test_earlier_turns_come_first():
-    """As the turns they were."""
-    history = (Message("user", "Hello"), Message("assistant", "Hi"))
+def test_earlier_turns_come_before_the_question_and_the_apps_system_turn_first():
+    """Templates want the system turn at the start."""
+    system, hello, hi = Message("system", "S"), Message("user", "Hello"), Message("assistant", "Hi")
+    for ask in (draft_messages, answer_messages):
+        messages = ask("Q?", PASSAGES, history=(system, hello, hi))
 
-    assert draft_messages("Q?", PASSAGES, history=history)[:2] == history
-    assert answer_messages("Q?", PASSAGES, history=history)[:2] == history
+        assert messages[0] == system
+        assert messages[-3:-1] == (hello, hi)
+        assert messages[-1] == ask("Q?", PASSAGES)[-1]
 
 
 def test_passages_are_numbered_from_one():
@@ -91,9 +134,9 @@ def test_passages_are_numbered_from_one():
     assert numbered([]) == ""
 
 
-def test_what_is_constant_for_a_question_comes_first():
-    """So that a server's prefix cache serves all drafts of it."""
-    one = draft_messages("Q?", PASSAGES[:1])[0].content
-    other = draft_messages("Q?", PASSAGES[1:])[0].content
+def test_what_is_constant_comes_first():
+    """So that a server's prefix cache serves all drafts of all questions."""
+    one, other = draft_messages("Q?", PASSAGES[:1]), draft_messages("R?", PASSAGES[1:])
 
-    assert one.split("\n\n")[0] == other.split("\n\n")[0]
+    assert one[:-1] == other[:-1]
+    assert one[-1].content.split("\n\n")[0] == other[-1].content.split("\n\n")[0]

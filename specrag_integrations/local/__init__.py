@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specrag_integrations.local.pair import EmbeddedPair
 
-__all__ = ["EmbeddedPair"]
+__all__ = ["DRAFTER", "VERIFIER", "EmbeddedPair"]
+
+DRAFTER = "qwen2.5-coder-0.5b-instruct"
+"""The weights that draft unless others are named."""
+VERIFIER = "qwen2.5-coder-1.5b-instruct"
+"""The weights that verify unless others are named."""
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ from typing import Self, TypedDict
 
 from specrag_integrations.endpoint import Endpoint
 from specrag_integrations.errors import ConfigurationError
+from specrag_integrations.local import DRAFTER, VERIFIER
 from specrag_integrations.local.server import LlamaServer
 from specrag_integrations.local.weights import StrPath, is_known, resolve
 
@@ -46,8 +47,8 @@ class EmbeddedPair:
     def __init__(
         self,
         *,
-        drafter: StrPath = "qwen2.5-coder-0.5b-instruct",
-        verifier: StrPath = "qwen2.5-coder-1.5b-instruct",
+        drafter: StrPath = DRAFTER,
+        verifier: StrPath = VERIFIER,
         num_drafts: int = 5,
         context_tokens: int = 8192,
         threads: int | None = None,
