@@ -27,7 +27,7 @@ def main() -> None:
     )
     demo = subprocess.run([specrag, "demo"], capture_output=True, text=True, check=False)
     check(demo.returncode == 1, f"specrag demo without extras ended with {demo.returncode}")
-    check("specrag-integrations[local]" in demo.stderr, f"it does not name the extra: {demo.stderr}")
+    check("specrag-integrations[local]" in demo.stderr, f"the extra is not named: {demo.stderr}")
     print("the wheel is whole, and says which extra is missing")
 
 

@@ -77,16 +77,19 @@ class Usage:
             cached=_total([count.cached for count in counts]),
         )
 
-    def cost(self, prices: Mapping[ModelRole, Price]) -> float:
-        """Return what the counted tokens cost.
+    def cost(self, prices: Mapping[ModelRole, Price]) -> float | None:
+        """Return what the counted tokens cost; None where no server counted any.
 
         Raises:
             KeyError: a role that was used has no price.
         """
+        counted = [s for s in self.steps if s.count.prompt or s.count.completion]
+        if self.steps and not counted:
+            return None
         return sum(
             (step.count.prompt or 0) * prices[step.role].input / 1e6
             + (step.count.completion or 0) * prices[step.role].output / 1e6
-            for step in self.steps
+            for step in counted
         )
 
     def to_dict(self) -> dict[str, Any]:

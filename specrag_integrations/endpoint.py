@@ -24,18 +24,19 @@ from collections.abc import (
 )
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
+from specrag_integrations.dialect import Dialect
 from specrag_integrations.errors import (
     ConfigurationError,
-    ContextTooSmallError,
     EndpointError,
     EndpointRejectedError,
     EndpointTimeoutError,
     EndpointUnavailableError,
     MalformedReplyError,
 )
+from specrag_integrations.failures import failure_of, words_of
 from specrag_integrations.models import (
     Capabilities,
     ChatDelta,
@@ -52,12 +53,10 @@ from specrag_integrations.replies import (
     read_capabilities,
     read_reply,
 )
+from specrag_integrations.retries import with_retries
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
-    from tenacity import AsyncRetrying, RetryCallState
-
-T = TypeVar("T")
 
 ApiKey = str | Callable[[], str | Awaitable[str]]
 ClientFactory = Callable[..., "AsyncOpenAI"]
@@ -65,20 +64,8 @@ log = logging.getLogger("specrag_integrations")
 
 _NO_KEY = "EMPTY"  # what servers without authentication expect to be sent
 _CONNECT_SECONDS = 5.0
-_LONGEST_RETRY_AFTER = 60.0
-_FEWER_ALTERNATIVES = 5
-"""What to ask for when a server refuses a number of `top_logprobs` without naming its limit."""
 _NO_SUCH_ROUTE = {400, 403, 404, 405}
 """Answers of a server that will never list its models; any other failure may pass."""
-
-
-@dataclass(slots=True)
-class _Dialect:
-    """What this server was found to refuse, learnt from its own error messages."""
-
-    max_tokens_field: str = "max_tokens"
-    most_alternatives: int = 20
-    refused: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -180,7 +167,7 @@ class Endpoint:
         self._served: str | None = model
         self._listed: list[Json] | None = None
         self._capabilities: Capabilities | None = None
-        self._dialect = _Dialect()
+        self._dialect = Dialect()
         self._connection: _Connection | None = None
         self._closing: weakref.finalize[..., Endpoint] | None = None
 
@@ -250,7 +237,7 @@ class Endpoint:
                 await self._post_chat(request, model), request, endpoint=self.base_url
             )
 
-        reply, attempts = await _with_retries(self._max_attempts, send)
+        reply, attempts = await with_retries(self._max_attempts, send)
         return replace(reply, seconds=time.perf_counter() - started, attempts=attempts)
 
     async def _ready(self, request: ChatRequest) -> str:
@@ -306,7 +293,7 @@ class Endpoint:
                     await held.enter_async_context(opened.pop_all())
                     return chunks, first
 
-            (chunks, first), collected.attempts = await _with_retries(self._max_attempts, begin)
+            (chunks, first), collected.attempts = await with_retries(self._max_attempts, begin)
             chunk: Json | None = first
             try:
                 while chunk is not None:
@@ -388,7 +375,7 @@ class Endpoint:
             if lookup.error is not None and lookup.failures > failures:
                 raise copy.copy(lookup.error) from lookup.error
             try:
-                data, _ = await _with_retries(self._max_attempts, self._get_models)
+                data, _ = await with_retries(self._max_attempts, self._get_models)
             except EndpointError as error:
                 lookup.error = error
                 lookup.failures += 1
@@ -517,7 +504,7 @@ class Endpoint:
         except openai.APIStatusError as error:
             said = self._said(error)
             translated = self._failure(said, error.status_code, error.response.headers)
-            if sent is not None and _adapt(self._dialect, sent, translated, said):
+            if sent is not None and self._dialect.adapt(sent, translated, said):
                 translated.retryable = True
                 translated.retry_after = 0.0
             raise translated from error
@@ -568,34 +555,16 @@ class Endpoint:
         """Read an error that came with a 200, in a stream or from a proxy."""
         code = mapping(body).get("code")
         status = code if isinstance(code, int) and 400 <= code < 600 else None  # noqa: PLR2004
-        return self._failure(self._scrubbed(_words_of(body)), status, {})
+        return self._failure(self._scrubbed(words_of(body)), status, {})
 
     def _failure(self, said: str, status: int | None, headers: Mapping[str, str]) -> EndpointError:
-        kind: type[EndpointError] = EndpointRejectedError
-        if status != 429 and _is_overflow(said):  # noqa: PLR2004
-            kind = ContextTooSmallError
-        elif status is None or status in {408, 409, 425, 429} or status >= 500:  # noqa: PLR2004
-            kind = EndpointUnavailableError
-        shown = f"HTTP {status}: " if status else ""
-        hint = "; check api_key" if status in {401, 403} else ""
-        failure = kind(
-            f"{self.base_url}: {shown}{said}{hint}",
-            endpoint=self.base_url,
-            model=self._served,
-            status_code=status,
-            request_id=headers.get("x-request-id"),
-            retry_after=_retry_after(headers),
-        )
-        told = headers.get("x-should-retry")
-        if told in {"true", "false"}:
-            failure.retryable = told == "true"
-        return failure
+        return failure_of(said, status, headers, endpoint=self.base_url, model=self._served)
 
     def _said(self, error: Any) -> str:
         """Return the server's own words, in which keys are masked, in the cause as well."""
         error.args = tuple(self._scrubbed(str(arg)) for arg in error.args)  # tracebacks show it
         body = error.body if error.body is not None else error.response.text
-        return self._scrubbed(_words_of(body or error.message))
+        return self._scrubbed(words_of(body or error.message))
 
     def _scrubbed(self, text: str) -> str:
         """Servers like to echo what they were sent: keep keys out of messages."""
@@ -608,110 +577,6 @@ class Endpoint:
 
 _INHERITED: list[_Connection] = []
 _KEY_LIKE = re.compile(r"\b(?:sk|hf|gsk|xai)[-_][\w*-]{8,}")
-
-
-# -------------------------------------------------------------------- retries
-
-
-def _retrying(attempts: int) -> AsyncRetrying:
-    from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt
-
-    return AsyncRetrying(
-        stop=stop_after_attempt(attempts),
-        wait=_wait,
-        retry=retry_if_exception(_worth_retrying),
-        reraise=True,
-    )
-
-
-async def _with_retries(attempts: int, send: Callable[[], Awaitable[T]]) -> tuple[T, int]:
-    """Return what `send` brings and how often it was called."""
-    retrying = _retrying(attempts)
-    try:
-        result: T = await retrying(send)
-    except EndpointError as error:
-        error.attempts = retrying.statistics["attempt_number"]
-        raise
-    return result, retrying.statistics["attempt_number"]
-
-
-def _worth_retrying(error: BaseException) -> bool:
-    if not isinstance(error, EndpointError) or not error.retryable:
-        return False
-    return (error.retry_after or 0.0) <= _LONGEST_RETRY_AFTER
-
-
-def _wait(state: RetryCallState) -> float:
-    from tenacity import wait_exponential, wait_random
-
-    error = state.outcome.exception() if state.outcome else None
-    if isinstance(error, EndpointError) and error.retry_after is not None:
-        return error.retry_after
-    return wait_exponential(multiplier=0.25, max=8.0)(state) + wait_random(0.0, 0.25)(state)
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Read `Retry-After` (seconds or a date) or the millisecond form some servers send."""
-    if (milliseconds := _number(headers.get("retry-after-ms"))) is not None:
-        return max(0.0, milliseconds / 1000)
-    value = headers.get("retry-after")
-    if (seconds := _number(value)) is not None:
-        return max(0.0, seconds)
-    if value:
-        from email.utils import parsedate_to_datetime
-
-        try:
-            return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-        except (ValueError, OverflowError):
-            return None
-    return None
-
-
-def _number(value: object) -> float | None:
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _adapt(dialect: _Dialect, sent: Json, error: EndpointError, said: str) -> bool:
-    """Learn from a refusal how to word requests; False if there is nothing to change.
-
-    What was sent decides, not what is known by now: of several requests under way, each is refused
-    and each is worth sending again.
-    """
-    if not isinstance(error, EndpointRejectedError) or isinstance(error, ContextTooSmallError):
-        return False
-    if "max_completion_tokens" in said and "max_tokens" in sent:
-        dialect.max_tokens_field = "max_completion_tokens"
-        return True
-    if "logprobs" in said and "logprobs" in sent:
-        allowed = _allowed_alternatives(said, sent.get("top_logprobs") or 0)
-        if allowed:
-            dialect.most_alternatives = min(allowed, dialect.most_alternatives)
-        elif "logprobs" not in dialect.refused:
-            dialect.refused |= {"logprobs", "top_logprobs"}
-            log.warning("%s refuses log-probabilities: %s", error.endpoint, said)
-        return True
-    for name in ("stream_options", "temperature"):
-        if name in said and name in sent:
-            dialect.refused.add(name)
-            return True
-    return False
-
-
-_LIMIT = re.compile(
-    r"(?:<=|at most|max\w*|up to|equal to|between \d+ and|\d+ to)\D{0,30}(\d+)", re.IGNORECASE
-)
-
-
-def _allowed_alternatives(said: str, asked: int) -> int:
-    """Return how many alternatives a refusing server may grant; 0 for none at all."""
-    named = [int(limit) for limit in _LIMIT.findall(said)]
-    if named:
-        return max((limit for limit in named if limit < asked), default=0)
-    return _FEWER_ALTERNATIVES if "top_logprobs" in said and asked > _FEWER_ALTERNATIVES else 0
 
 
 def _import_clients() -> None:
@@ -732,28 +597,6 @@ def _only_model(entries: list[Json], shown_url: str) -> str:
         f"{shown_url} serves {len(names)} models ({listed}); name one: Endpoint(url, model)",
         endpoint=shown_url,
     )
-
-
-def _words_of(body: object) -> str:
-    """Find the server's own words in the shapes servers use."""
-    for key in ("error", "message", "detail"):
-        if isinstance(body, dict) and body.get(key):
-            body = body[key]
-    text = body if isinstance(body, str) else json.dumps(body, default=str)
-    text = " ".join(text.split())
-    return text if len(text) <= 500 else text[:500] + "…"  # noqa: PLR2004 - a line, not a page
-
-
-_OVERFLOW = re.compile(
-    r"exceed\w*.{0,40}context|context.{0,20}(length|size|window).{0,60}"
-    r"(exceed|is \d+|of \d+)|(longer than|too (large|long)).{0,60}context|"
-    r"prompt.{0,20}too long|context_length_exceeded",
-    re.IGNORECASE,
-)
-
-
-def _is_overflow(message: str) -> bool:
-    return bool(_OVERFLOW.search(message))
 
 
 # -------------------------------------------------------------------- small checks

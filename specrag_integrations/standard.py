@@ -239,7 +239,7 @@ class StandardRAG(Engine):
         return passages[:low]
 
 
-_UNDECIDED = re.compile(r"(?:\s*\[[^\]]{0,12}|\s+|\s*<[^>]{0,12})\Z")
+_UNDECIDED = re.compile(r"(?:\s{0,9}\[[^\]]{0,12}|\s{1,9}|\s{0,9}<[^>]{0,12})\Z")
 """The end of a text that may yet become a dead citation, a thinking block or nothing."""
 
 

@@ -44,5 +44,5 @@ async def use() -> None:
     answer = await StandardRAG(endpoint).aask("question", ["text"], deadline=1.5)
     events: Iterator[object] = rag.stream("question", ["text"])
     later: AsyncIterator[object] = rag.astream("question", ["text"])
-    cost: float = answer.usage.cost({"drafter": Price(input=0.1, output=0.2)})
+    cost: float | None = answer.usage.cost({"drafter": Price(input=0.1, output=0.2)})
     del events, later, cost

@@ -1,0 +1,69 @@
+"""Failures: a server's refusal, in its own words, as one of our errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from specrag_integrations.errors import (
+    ContextTooSmallError,
+    EndpointError,
+    EndpointRejectedError,
+    EndpointUnavailableError,
+)
+from specrag_integrations.retries import retry_after
+
+
+def failure_of(
+    said: str,
+    status: int | None,
+    headers: Mapping[str, str],
+    *,
+    endpoint: str,
+    model: str | None,
+) -> EndpointError:
+    """Return the error that a status (None: unknown) and the server's words stand for."""
+    kind: type[EndpointError] = EndpointRejectedError
+    if status != 429 and _is_overflow(said):  # noqa: PLR2004
+        kind = ContextTooSmallError
+    elif status is None or status in {408, 409, 425, 429} or status >= 500:  # noqa: PLR2004
+        kind = EndpointUnavailableError
+    shown = f"HTTP {status}: " if status else ""
+    hint = "; check api_key" if status in {401, 403} else ""
+    failure = kind(
+        f"{endpoint}: {shown}{said}{hint}",
+        endpoint=endpoint,
+        model=model,
+        status_code=status,
+        request_id=headers.get("x-request-id"),
+        retry_after=retry_after(headers),
+    )
+    told = headers.get("x-should-retry")
+    if told in {"true", "false"}:
+        failure.retryable = told == "true"
+    return failure
+
+
+def words_of(body: object) -> str:
+    """Find the server's own words in the shapes servers use."""
+    for key in ("error", "message", "detail"):
+        if isinstance(body, dict) and body.get(key):
+            body = body[key]
+    text = body if isinstance(body, str) else json.dumps(body, default=str)
+    text = _ECHO.sub("…", " ".join(text.split()))
+    return text if len(text) <= 500 else text[:500] + "…"  # noqa: PLR2004 - a line, not a page
+
+
+_ECHO = re.compile(r"""['"]input['"]\s*:.*""")
+"""Validation errors of FastAPI servers repeat the request: it holds question and passages."""
+_OVERFLOW = re.compile(
+    r"exceed\w*.{0,40}context|context.{0,20}(length|size|window).{0,60}"
+    r"(exceed|is \d+|of \d+)|(longer than|too (large|long)).{0,60}context|"
+    r"prompt.{0,20}too long|context_length_exceeded",
+    re.IGNORECASE,
+)
+
+
+def _is_overflow(message: str) -> bool:
+    return bool(_OVERFLOW.search(message))
