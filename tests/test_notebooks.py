@@ -1,4 +1,4 @@
-"""The notebooks are pairs: a script, and a notebook without outputs (`make notebooks` runs them)."""
+"""The notebooks are pairs: a script, and a notebook without outputs; `make notebooks` runs it."""
 
 from __future__ import annotations
 

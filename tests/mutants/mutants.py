@@ -663,7 +663,7 @@ MUTANTS = [
     mutant(
         "a refused request is sent again",
         OWN,
-        "endpoint: endpoint::lasting_refusals_are_not_tried_again",
+        "failures: endpoint::lasting_refusals_are_not_tried_again",
         "or status >= 500:",
         "or status >= 400:",
     ),
@@ -677,7 +677,7 @@ MUTANTS = [
     mutant(
         "Retry-After is ignored",
         OWN,
-        "endpoint: endpoint::retry_after_is_waited_for",
+        "retries: endpoint::retry_after_is_waited_for",
         "error.retry_after is not None:\n        return error.retry_after",
         "error.retry_after is not None:\n        return 0.0",
     ),
