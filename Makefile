@@ -27,7 +27,7 @@ lint: .venv/dev  ## ruff, mypy and import-linter (1 minute)
 	$(BIN)/lint-imports
 
 test-openai2: .venv-openai2/test  ## The scripted-server tests on openai 2.x (2 minutes)
-	.venv-openai2/bin/python -m pytest -q -m "not embedded and not jupyter" \
+	.venv-openai2/bin/python -m pytest -q -m "not embedded" \
 		tests/test_concurrency.py tests/test_endpoint.py tests/test_pipeline.py \
 		tests/test_portal.py tests/test_replies.py tests/test_standard.py
 
@@ -71,5 +71,5 @@ clean:  ## Remove what the targets made; the weights stay
 .venv-openai2/test: pyproject.toml
 	$(PYTHON) -m venv .venv-openai2
 	.venv-openai2/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	.venv-openai2/bin/python -m pip install --quiet --editable . --group test 'openai<3'
+	.venv-openai2/bin/python -m pip install --quiet --editable . --group test --group kernel 'openai<3'
 	@touch $@

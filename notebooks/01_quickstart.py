@@ -55,8 +55,8 @@ for number, passage in enumerate(answer.passages, start=1):
 # %% [markdown]
 # ## The drafts and their scores, as a picture
 #
-# Each bar is one draft: the probability the verifier gave to "Yes, the rationale supports the
-# answer". It ranks drafts of one question. It is not a probability of being right, and no threshold
+# Each bar is one draft: the probability the verifier gave to "Yes, this is the correct answer",
+# reading the draft and not the passages. It ranks drafts of one question. It is not a probability of being right, and no threshold
 # on it means the same for two models, which is why `answer.confidence` stays None without a
 # calibration.
 

@@ -32,7 +32,7 @@ _SHORT = 160
 _SAME_TIME = 1.05
 """Below this ratio two times are called the same."""
 _TIERS = {
-    "reflection": "the verifier's log P(Yes) to whether the rationale supports the answer",
+    "reflection": "the verifier's log P(Yes) to whether the answer is the correct one",
     "draft_only": "the drafter's own log-probabilities, the weakest evidence",
 }
 _NONE = "-"

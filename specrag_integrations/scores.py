@@ -114,7 +114,9 @@ class Tier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reflection:
-    """P(Yes) to "does the rationale support the answer?", from one prefill (paper section 3.3).
+    """P(Yes) to whether a draft's answer is correct, from one prefill (paper section 3.3).
+
+    The verifier reads question, rationale and answer, never a passage.
 
     The first token's alternatives hold several spellings of Yes and of No; each label's
     probabilities are summed and P(Yes) is their share, so that a verifier that puts half its mass
