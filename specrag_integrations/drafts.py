@@ -10,6 +10,7 @@ from typing import Any
 from specrag_integrations.citations import (
     cited_numbers,
     is_abstention,
+    normal_answer,
     without_citations,
     without_dead_citations,
 )
@@ -23,7 +24,7 @@ from specrag_integrations.models import (
     TokenCount,
 )
 from specrag_integrations.passages import Passage
-from specrag_integrations.prompts import draft_messages
+from specrag_integrations.prompts import EXAMPLE_ANSWER, draft_messages
 from specrag_integrations.spans import SpanLogprob, find_spans, span_logprob
 from specrag_integrations.subsets import Subset
 
@@ -184,6 +185,8 @@ def _from_reply(reply: ChatReply, subset: Subset, name: str, arrived: float) -> 
     rationale, answer = spans.rationale.of(reply.text), spans.answer.of(reply.text)
     if not without_citations(answer).strip():
         raise DraftFormatError("the answer is nothing but a citation", text=reply.text)
+    if _is_copied(answer, subset):
+        raise DraftFormatError("the answer is copied from the prompt's example", text=reply.text)
     cited = cited_numbers(f"{rationale} {answer}", len(subset.passages))
     return Draft(
         rationale=without_dead_citations(rationale, len(subset.passages)),
@@ -200,6 +203,14 @@ def _from_reply(reply: ChatReply, subset: Subset, name: str, arrived: float) -> 
         arrived=arrived,
         attempts=reply.attempts,
         notes=reply.notes,
+    )
+
+
+def _is_copied(answer: str, subset: Subset) -> bool:
+    """Whether a small model has answered with the example instead of from its passages."""
+    copied = normal_answer(EXAMPLE_ANSWER)
+    return normal_answer(answer) == copied and not any(
+        copied in normal_answer(passage.text) for passage in subset.passages
     )
 
 

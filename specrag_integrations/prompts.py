@@ -42,7 +42,8 @@ _EXAMPLE_PASSAGES = (
 )
 _EXAMPLE_QUESTION = "Who built the Harbour Bridge?"
 _EXAMPLE_RATIONALE = "Passage [2] says that the engineer Ada Lund built the Harbour Bridge in 1934."
-_EXAMPLE_ANSWER = "Ada Lund"
+EXAMPLE_ANSWER = "Ada Lund"
+"""An invented name: a draft that gives it to another question has copied the example."""
 
 _CHECK = "Is this the correct answer to the question? Reply Yes or No."
 
@@ -57,7 +58,7 @@ def draft_messages(
     """Ask for one rationale and one answer from one subset of the passages."""
     example = (
         user(_draft_prompt(_EXAMPLE_QUESTION, _EXAMPLE_PASSAGES, None)),
-        assistant(draft_text(_EXAMPLE_RATIONALE, _EXAMPLE_ANSWER)),
+        assistant(draft_text(_EXAMPLE_RATIONALE, EXAMPLE_ANSWER)),
     )
     return _in_order(example, history, _draft_prompt(question, passages, instructions))
 
@@ -72,7 +73,7 @@ def answer_messages(
     """Ask for an answer from all passages: standard RAG, as brief as the drafts are."""
     example = (
         user(_answer_prompt(_EXAMPLE_QUESTION, _EXAMPLE_PASSAGES, None)),
-        assistant(f"{_EXAMPLE_ANSWER} [2]"),
+        assistant(f"{EXAMPLE_ANSWER} [2]"),
     )
     return _in_order(example, history, _answer_prompt(question, passages, instructions))
 

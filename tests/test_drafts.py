@@ -102,6 +102,7 @@ def test_a_draft_that_reached_the_token_limit_says_so():
         (ChatReply(text="Rationale: so"), "rationale without an answer"),
         (ChatReply(text="Rationale: so\nAnswer: [1]"), "nothing but a citation"),
         (ChatReply(text="Rationale: so\nAnswer: [9]"), "nothing but a citation"),
+        (ChatReply(text="Rationale: so\nAnswer: Ada Lund"), "copied from the prompt's example"),
     ],
 )
 def test_an_unreadable_reply_is_a_failed_draft_that_keeps_its_text(reply, reason):
@@ -115,6 +116,17 @@ def test_an_unreadable_reply_is_a_failed_draft_that_keeps_its_text(reply, reason
     assert reason in failed.reason
     assert (failed.text, failed.count.completion, failed.attempts) == (reply.text, 7, 1)
     assert "so" not in failed.reason.split()
+
+
+def test_the_examples_answer_counts_where_a_passage_has_it():
+    """Only a passage that holds the example's answer makes it an answer."""
+    passages = (Passage(text="It is the work of Ada Lund."),)
+    draft, _ = drafted(
+        ChatReply(text="Rationale: so\nAnswer: Ada Lund"),
+        subset=Subset(index=0, ranks=(0,), passages=passages),
+    )
+
+    assert isinstance(draft, Draft)
 
 
 def test_a_failing_endpoint_is_a_failed_draft():
