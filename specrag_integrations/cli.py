@@ -63,29 +63,39 @@ def main() -> NoReturn:
             stream.reconfigure(errors="replace")  # no locale fails on a character it lacks
     try:
         code = specrag.main(prog_name="specrag", standalone_mode=False) or 0
-        sys.stdout.flush()
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        code = error.exit_code
-    except click.ClickException as error:
-        context = getattr(error, "ctx", None)
-        hint = f"; see: {context.command_path} --help" if context else ""
-        code = _complain(error.format_message().rstrip(".") + hint, error.exit_code)
-    except SpecRAGError as error:
-        code = _complain(f"{error}{_hint(error)}", _exit_code(error))
+        if sys.stdout is not None:  # closed by whoever started us
+            sys.stdout.flush()
     except (click.Abort, KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would only add a traceback
         code = _INTERRUPTED
-    except BrokenPipeError:
-        code = _FAILED
+    except (click.ClickException, SpecRAGError, OSError) as error:
+        code = _told(error)
     _let_go_of_broken_pipes()
     sys.exit(code)
+
+
+def _told(error: click.ClickException | SpecRAGError | OSError) -> int:
+    """Tell what went wrong in one line, and return the exit code."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return error.exit_code
+    if isinstance(error, click.ClickException):
+        context = getattr(error, "ctx", None)
+        hint = f"; see: {context.command_path} --help" if context else ""
+        return _complain(error.format_message().rstrip(".") + hint, error.exit_code)
+    if isinstance(error, SpecRAGError):
+        return _complain(f"{error}{_hint(error)}", _exit_code(error))
+    if isinstance(error, BrokenPipeError):
+        return _FAILED  # the reader has gone, and knows
+    if error.filename is not None:
+        raise error
+    return _complain(f"the output cannot be written: {error.strerror}", _FAILED)
 
 
 def _complain(message: str, code: int) -> int:
     from specrag_integrations.display import one_line
 
-    with suppress(BrokenPipeError):
+    with suppress(OSError):
         click.echo(f"Error: {one_line(message)}", err=True)
     return code
 
@@ -107,8 +117,9 @@ def _let_go_of_broken_pipes() -> None:
     """Python flushes at exit, and would complain about a reader that has gone."""
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()
-        except BrokenPipeError:
+            if stream is not None:  # closed by whoever started us
+                stream.flush()
+        except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -189,13 +189,15 @@ def _inside(folder: Path) -> Iterator[Path]:
             # A link to a folder could lead back up and never end.
             if not entry.is_symlink():
                 yield from _inside(entry)
-        elif entry.suffix.lower() in _SUFFIXES:
+        elif entry.suffix.lower() in _SUFFIXES and not entry.is_fifo():  # reading one waits
             yield entry
 
 
 def _known_file(path: Path) -> Path:
     if not path.exists():
         raise InputError(f"{path}: no such file or folder; check the path")
+    if path.is_fifo():
+        raise InputError(f"{path}: this is a pipe; give a file")
     if path.suffix.lower() not in _SUFFIXES:
         kind = f"a {path.suffix} file" if path.suffix else "a file without a suffix"
         raise InputError(f"{path}: {kind} cannot be read; give {_kinds()}")
@@ -338,7 +340,7 @@ def _records(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
         where = f"{path}, line {number}"
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{where}: not JSON ({error}); write one object a line") from error
         if not isinstance(record, dict):
             raise InputError(

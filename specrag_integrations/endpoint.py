@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import base64
+import concurrent.futures
 import copy
 import inspect
 import json
@@ -64,6 +66,7 @@ log = logging.getLogger("specrag_integrations")
 
 _NO_KEY = "EMPTY"  # what servers without authentication expect to be sent
 _CONNECT_SECONDS = 5.0
+_EXIT_SECONDS = 1.0
 _NO_SUCH_ROUTE = {400, 403, 404, 405}
 """Answers of a server that will never list its models; any other failure may pass."""
 
@@ -77,7 +80,7 @@ class _Lookup:
     error: EndpointError | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class _Connection:
     """What belongs to one event loop: the pooled client and the concurrency limit."""
 
@@ -124,7 +127,8 @@ class Endpoint:
 
     Args:
         base_url: With or without `/v1`, e.g. `http://gpu:8000`. A user and password in it are sent
-            as a header, its query with every request; neither is ever shown.
+            as a header and never shown, its query with every request; the HTTP library logs URLs,
+            so that a key belongs into `api_key` or `headers`.
         model: The served name; None asks `/v1/models` and takes the only one.
         api_key: A string, or a sync or async callable asked before each request.
         headers: Sent with every request; never shown.
@@ -155,6 +159,12 @@ class Endpoint:
         client_factory: ClientFactory | None = None,
     ) -> None:
         self.base_url, query, credentials = _address(base_url)
+        if model is not None and not (isinstance(model, str) and model.strip()):
+            raise ConfigurationError(f"model={model!r} must be a served model's name, or None")
+        if not isinstance(extra_body, Mapping | None):
+            raise ConfigurationError(
+                f"extra_body must be a mapping, not a {type(extra_body).__name__}"
+            )
         self.model = model
         self.request_timeout = _positive("request_timeout", request_timeout)
         self.max_concurrency = _at_least_one("max_concurrency", max_concurrency)
@@ -250,7 +260,8 @@ class Endpoint:
         async with self._turn() as client:
             body = self._body(request, model)
             with self._translated(body):
-                return await self._json(client.post("/chat/completions", cast_to=object, body=body))
+                posted = client.post("/chat/completions", cast_to=object, body=body)
+                return await self._json(posted, body)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[AsyncOpenAI]:
@@ -274,6 +285,7 @@ class Endpoint:
     async def _chunks(
         self, request: ChatRequest, model: str, collected: Collected
     ) -> AsyncGenerator[Json, None]:
+        sent = {"messages": [message.to_dict() for message in request.messages]}
         async with AsyncExitStack() as held:
 
             async def begin() -> tuple[Any, Json]:
@@ -282,7 +294,7 @@ class Endpoint:
                     client = await opened.enter_async_context(self._turn())
                     chunks = await self._open_stream(client, request, model)
                     opened.push_async_callback(chunks.close)
-                    first = await self._next_chunk(chunks)
+                    first = await self._next_chunk(chunks, sent)
                     if first is None:
                         raise MalformedReplyError(
                             f"{self.base_url}: the streamed reply holds no events; "
@@ -298,7 +310,7 @@ class Endpoint:
             try:
                 while chunk is not None:
                     yield chunk
-                    chunk = await self._next_chunk(chunks)
+                    chunk = await self._next_chunk(chunks, sent)
             except EndpointError as error:
                 error.attempts = collected.attempts
                 raise
@@ -325,8 +337,8 @@ class Endpoint:
                     stream_cls=AsyncStream[object],
                 )
 
-    async def _next_chunk(self, chunks: Any) -> Json | None:
-        with self._translated():
+    async def _next_chunk(self, chunks: Any, sent: Json) -> Json | None:
+        with self._translated(sent):
             # The client's own time-out starts anew with every byte, keep-alive comments included.
             async with asyncio.timeout(self.request_timeout):
                 chunk = await anext(chunks, None)
@@ -423,7 +435,7 @@ class Endpoint:
             with self._translated():
                 return await self._json(client.post(url, cast_to=object, body=body))
 
-    async def _json(self, response: Awaitable[object]) -> Json:
+    async def _json(self, response: Awaitable[object], sent: Json | None = None) -> Json:
         async with asyncio.timeout(self.request_timeout):
             data = await response
         if not isinstance(data, dict):
@@ -434,7 +446,8 @@ class Endpoint:
                 model=self._served,
             )
         if data.get("error") and not data.get("choices"):
-            raise self._from_reported(data["error"])  # some proxies report errors with a 200
+            # Some proxies report errors with a 200.
+            raise self._from_reported(data["error"], sent)
         return data
 
     async def _connect(self) -> _Connection:
@@ -449,6 +462,7 @@ class Endpoint:
                 client=self._new_client(),
                 slots=asyncio.Semaphore(self.max_concurrency),
             )
+            _OPEN.add(self._connection)
             self._closing = weakref.finalize(self, _close_later, self._connection, os.getpid())
             self._closing.atexit = False
         return self._connection
@@ -502,7 +516,7 @@ class Endpoint:
         try:
             yield
         except openai.APIStatusError as error:
-            said = self._said(error)
+            said = self._said(error, sent)
             translated = self._failure(said, error.status_code, error.response.headers)
             if sent is not None and self._dialect.adapt(sent, translated, said):
                 translated.retryable = True
@@ -520,7 +534,7 @@ class Endpoint:
                 status_code=error.status_code,
             ) from error
         except openai.APIError as error:  # an error event inside a stream
-            raise self._from_reported(error.body or error.message) from error
+            raise self._from_reported(error.body or error.message, sent) from error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise MalformedReplyError(
                 f"{self.base_url}: the reply is not valid JSON ({error.__class__.__name__})",
@@ -551,20 +565,21 @@ class Endpoint:
             model=self._served,
         )
 
-    def _from_reported(self, body: object) -> EndpointError:
+    def _from_reported(self, body: object, sent: Json | None) -> EndpointError:
         """Read an error that came with a 200, in a stream or from a proxy."""
         code = mapping(body).get("code")
         status = code if isinstance(code, int) and 400 <= code < 600 else None  # noqa: PLR2004
-        return self._failure(self._scrubbed(words_of(body)), status, {})
+        return self._failure(self._scrubbed(words_of(body, sent)), status, {})
 
     def _failure(self, said: str, status: int | None, headers: Mapping[str, str]) -> EndpointError:
         return failure_of(said, status, headers, endpoint=self.base_url, model=self._served)
 
-    def _said(self, error: Any) -> str:
+    def _said(self, error: Any, sent: Json | None = None) -> str:
         """Return the server's own words, in which keys are masked, in the cause as well."""
-        error.args = tuple(self._scrubbed(str(arg)) for arg in error.args)  # tracebacks show it
         body = error.body if error.body is not None else error.response.text
-        return self._scrubbed(words_of(body or error.message))
+        said = self._scrubbed(words_of(body or error.message, sent))
+        error.args = (said,)  # tracebacks show the cause as well
+        return said
 
     def _scrubbed(self, text: str) -> str:
         """Servers like to echo what they were sent: keep keys out of messages."""
@@ -576,6 +591,7 @@ class Endpoint:
 
 
 _INHERITED: list[_Connection] = []
+_OPEN: weakref.WeakSet[_Connection] = weakref.WeakSet()
 _KEY_LIKE = re.compile(r"\b(?:sk|hf|gsk|xai)[-_][\w*-]{8,}")
 
 
@@ -668,3 +684,19 @@ def _close_later(connection: _Connection, process: int) -> None:
         _INHERITED.append(connection)
     elif not connection.loop.is_closed():
         asyncio.run_coroutine_threadsafe(connection.client.close(), connection.loop)
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """Close what nobody closed, so that no socket is left to complain at the end."""
+
+    async def close(connection: _Connection) -> None:
+        await connection.client.close()
+        await asyncio.sleep(0)  # transports close their sockets one turn later
+
+    closing = [
+        asyncio.run_coroutine_threadsafe(close(connection), connection.loop)
+        for connection in list(_OPEN)
+        if portal.runs(connection.loop)  # not those a fork has inherited
+    ]
+    concurrent.futures.wait(closing, timeout=_EXIT_SECONDS)

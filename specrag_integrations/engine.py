@@ -227,7 +227,9 @@ def checked_history(history: History) -> tuple[Message, ...]:
         InputError: a turn is neither a `Message` nor a dict with role and content.
     """
     turns: list[Message] = []
-    for turn in history or ():
+    if not isinstance(history, Iterable) or isinstance(history, str | Mapping):
+        raise InputError(f"history must be a list of turns, not a {type(history).__name__}")
+    for turn in history:
         if isinstance(turn, Mapping):
             role, content = turn.get("role"), turn.get("content")
             if role in {"system", "user", "assistant"} and isinstance(content, str):

@@ -12,6 +12,7 @@ from specrag_integrations.errors import (
     EndpointRejectedError,
     EndpointUnavailableError,
 )
+from specrag_integrations.replies import Json, mapping
 from specrag_integrations.retries import retry_after
 
 
@@ -45,18 +46,43 @@ def failure_of(
     return failure
 
 
-def words_of(body: object) -> str:
-    """Find the server's own words in the shapes servers use."""
+def words_of(body: object, sent: Json | None = None) -> str:
+    """Find the server's own words in the shapes servers use.
+
+    Some repeat the request: what stood in its messages is left out, since errors reach logs, and
+    questions and passages must not.
+    """
     for key in ("error", "message", "detail"):
         if isinstance(body, dict) and body.get(key):
             body = body[key]
     text = body if isinstance(body, str) else json.dumps(body, default=str)
-    text = _ECHO.sub("…", " ".join(text.split()))
+    text = _without_echo(" ".join(text.split()), sent or {})
     return text if len(text) <= 500 else text[:500] + "…"  # noqa: PLR2004 - a line, not a page
 
 
-_ECHO = re.compile(r"""['"]input['"]\s*:.*""")
-"""Validation errors of FastAPI servers repeat the request: it holds question and passages."""
+def _without_echo(text: str, sent: Json) -> str:
+    """End a server's words where they begin to repeat the request.
+
+    The request may come back whole or in part, and with quotes, backslashes and letters beyond
+    ASCII escaped in one way or another, so that longer pieces between those are looked for as well.
+    """
+    contents = [
+        " ".join(str(mapping(message).get("content")).split())
+        for message in sent.get("messages") or []
+    ]
+    pieces = [piece.strip() for content in contents for piece in _ESCAPED.split(content)]
+    echoed = [text.find(piece) for piece in (*contents, *pieces) if len(piece) >= _TELLING]
+    if match := _ECHOED_INPUT.search(text):
+        echoed.append(match.start())
+    places = [place for place in echoed if place >= 0]
+    return text[: min(places)] + "…" if places else text
+
+
+_TELLING = 8
+"""Characters from which a repeated piece of a prompt is no coincidence."""
+_ESCAPED = re.compile(r"""[^\x20-\x7e]|["'\\]""")
+_ECHOED_INPUT = re.compile(r"""['"]input['"]\s*:""")
+"""Validation errors of FastAPI servers repeat the request under this name."""
 _OVERFLOW = re.compile(
     r"exceed\w*.{0,40}context|context.{0,20}(length|size|window).{0,60}"
     r"(exceed|is \d+|of \d+)|(longer than|too (large|long)).{0,60}context|"

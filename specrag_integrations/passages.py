@@ -78,6 +78,10 @@ def usable_passages(items: Iterable[Passage | str]) -> Usable:
             raise InputError(
                 f"passage {rank} is a {type(item).__name__}; give Passage(text=…) or str"
             )
+        if not isinstance(passage.title, str | None):
+            raise InputError(
+                f"passage {rank}: title is a {type(passage.title).__name__}; give a str or None"
+            )
         key = (_normal(passage.title or ""), _normal(passage.text))
         if not key[1]:
             dropped.append(f"passage {rank} {passage.label}: empty")

@@ -109,6 +109,12 @@ class SpeculativeRAG(Engine):
         if fallback not in {"standard", None}:
             raise ConfigurationError(f"fallback={fallback!r} must be 'standard' or None")
         self._partitioner = PARTITIONER if partitioner is None else partitioner
+        _check_kind("partitioner", self._partitioner, method="check")
+        _check_kind("selector", selector, method="rank")
+        _check_kind("embedder", embedder, method="__call__")
+        _check_kind("fallback_template", fallback_template, method="__call__")
+        _check_kind("scoring", scoring, kind=Scoring)
+        _check_kind("instructions", instructions, kind=str)
         self._partitioner.check(num_drafts=num_drafts, passages_per_draft=passages_per_draft)
         self._num_drafts = num_drafts
         self._passages_per_draft = passages_per_draft
@@ -129,6 +135,13 @@ class SpeculativeRAG(Engine):
                 max_tokens=max_answer_tokens,
             )
         self.max_requests = self._most_requests(drafters, verifying)
+
+    def __repr__(self) -> str:
+        drafters = ", ".join(dict.fromkeys(model.name for model in self._drafter.models))
+        return (
+            f"SpeculativeRAG(drafter={drafters!r}, verifier={self._models[-1].name!r}, "
+            f"num_drafts={self._num_drafts}, passages_per_draft={self._passages_per_draft})"
+        )
 
     def _most_requests(self, drafters: Sequence[ChatModel], verifier: ChatModel) -> int:
         """Count the generating HTTP requests one question can cost when everything fails."""
@@ -251,6 +264,7 @@ class SpeculativeRAG(Engine):
 
     def _accepted(self, work: _Work, selection: Selection) -> Answer:
         winner = next(draft for draft in work.usable_drafts if draft.index == selection.winner)
+        work.notes += work.failures
         work.emit(SelectedEvent(selection=selection, passages=winner.passages))
         work.emit(DeltaEvent(text=winner.answer))
         if winner.truncated:
@@ -272,8 +286,9 @@ class SpeculativeRAG(Engine):
     ) -> Answer:
         if work.deadline_hit:
             raise NoAnswerError(
-                f"no draft was ready within the deadline of this question "
-                f"({len(work.drafts)} of {self._num_drafts} drafts written)",
+                f"no draft could be selected within the deadline "
+                f"({len(work.drafts)} of {len(work.partition.subsets) or self._num_drafts} drafts "
+                f"written, {sum(s.value is not None for s in work.current_scores)} scored)",
                 reason=NoAnswerReason.DEADLINE,
                 failures=work.failures,
             )
@@ -284,7 +299,8 @@ class SpeculativeRAG(Engine):
                 reason=NoAnswerReason.NO_USABLE_DRAFT,
                 failures=work.failures,
             )
-        work.note(f"fell back to standard RAG: {reason} ({'; '.join(work.failures)})")
+        work.notes += work.failures
+        work.note(f"fell back to standard RAG: {reason}")
         work.emit(FallbackEvent(reason=reason))
         try:
             written = await self._standard.write_in_time(
@@ -466,3 +482,15 @@ def _models(name: str, given: ChatModel | Sequence[ChatModel]) -> tuple[ChatMode
                 f"{type(model).__name__}; write Endpoint(base_url, model)"
             )
     return models
+
+
+def _check_kind(
+    name: str, value: object, *, kind: type = object, method: str | None = None
+) -> None:
+    """Refuse an option that is neither None nor of its kind, before any question."""
+    if value is None:
+        return
+    if not isinstance(value, kind):
+        raise ConfigurationError(f"{name} must be a {kind.__name__}, not {value!r}")
+    if method and (isinstance(value, type) or not callable(getattr(value, method, None))):
+        raise ConfigurationError(f"{name} must be an object with {method}(), not {value!r}")

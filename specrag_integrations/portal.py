@@ -78,6 +78,10 @@ class Portal:
                 ).start()
             return self._loop
 
+    def runs(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether this is the portal's loop, in this process."""
+        return loop is self._loop and not loop.is_closed()
+
     def here(self) -> bool:
         """Whether the caller already runs on the portal's loop."""
         try:

@@ -217,26 +217,28 @@ class StandardRAG(Engine):
             return passages
         room = context - self._max_tokens
 
-        async def fits(count: int) -> bool:
-            messages = self._prompt(question, passages[:count], history)
+        async def fits(some: Sequence[Passage]) -> bool:
+            messages = self._prompt(question, some, history)
             size = sum(len(message.content.encode(errors="replace")) for message in messages)
             if size + _TEMPLATE_TOKENS <= room:
                 return True
             tokens = await self.model.count_tokens(messages)
             return tokens is None or tokens <= room
 
-        if await fits(len(passages)):
+        if await fits(passages):
             return passages
-        low, high = 0, len(passages)  # `low` passages fit, `high` do not
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if await fits(middle) else (low, middle)
-        if not low:
+        # One passage that is too long by itself must not keep out those behind it.
+        possible = [passage for passage in passages if await fits([passage])]
+        if not possible:
             raise ContextTooSmallError(
                 f"{self.model.name}: not one passage fits into the context of {context} tokens "
                 f"beside an answer of {self._max_tokens}; use shorter passages or a larger context"
             )
-        return passages[:low]
+        low, high = 1, len(possible) + 1  # `low` of them fit, `high` do not
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if await fits(possible[:middle]) else (low, middle)
+        return possible[:low]
 
 
 _UNDECIDED = re.compile(r"(?:\s{0,9}\[[^\]]{0,12}|\s{1,9}|\s{0,9}<[^>]{0,12})\Z")

@@ -245,8 +245,8 @@ async def make_subsets(
     found = _checked(found, len(passages), num_drafts, partitioner)
     if len(found) < num_drafts:
         notes.append(
-            f"{len(found)} of {num_drafts} drafts: {len(passages)} passages allow no more "
-            "different subsets"
+            f"{len(found)} of {num_drafts} drafts: {type(partitioner).__name__} finds no more "
+            f"different subsets of the {len(passages)} usable passages"
         )
     subsets = (
         Subset(index=index, ranks=ranks, passages=tuple(passages[rank] for rank in ranks))
@@ -361,16 +361,17 @@ def _bands(places: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _draw(groups: Sequence[Sequence[int]], wanted: int, seed: int) -> Iterable[list[int]]:
-    """Draw different combinations with one member of each group, all equally likely.
+    """Draw different combinations with one member of each group.
 
-    A combination is a number written with one digit per group, so that drawing without replacement
-    is drawing distinct numbers: it ends, however few combinations there are.
+    The first holds each group's best-ranked member, so that the top-ranked passage is always read;
+    the others are equally likely. A combination is a number written with one digit per group, so
+    that drawing without replacement is drawing distinct numbers: it ends, however few there are.
     """
     total = math.prod(len(group) for group in groups)
     rng = random.Random(seed)  # noqa: S311 - reproducible sampling, no secret
     # `range` cannot be sampled beyond this; nobody will miss the combinations above it.
-    numbers = rng.sample(range(min(total, 2**62)), min(wanted, total))
-    for number in numbers:
+    others = rng.sample(range(1, min(total, 2**62)), min(wanted, total) - 1)
+    for number in [0, *others]:
         members, left = [], number
         for group in groups:
             left, digit = divmod(left, len(group))

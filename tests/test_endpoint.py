@@ -7,12 +7,15 @@ import base64
 import email.utils
 import logging
 import math
+import subprocess
+import sys
 import time
 import traceback
+from typing import Any
 
 import openai
 import pytest
-from scripted_server import Fault, Reply, prompt_pieces, pseudo_logprob, words
+from scripted_server import Fault, Reply, ScriptedServer, prompt_pieces, pseudo_logprob, words
 
 from specrag_integrations import Endpoint
 from specrag_integrations.errors import (
@@ -1050,3 +1053,29 @@ def test_closing_ends_what_is_under_way(scripted, connect):
 
     reply = asyncio.run(close_meanwhile())
     assert (reply.text, reply.attempts) == ("again", 2)
+
+
+def test_nothing_is_left_open_at_the_end_of_a_script(server: ScriptedServer) -> None:
+    """A script that never closes its endpoint ends without a warning of open sockets."""
+    script = (
+        "from specrag_integrations import Endpoint, StandardRAG\n"
+        f"rag = StandardRAG(Endpoint({server.base_url!r}))\n"
+        "print(rag.ask('q', ['a passage']).text)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+
+
+@pytest.mark.parametrize("options", [{"model": 5}, {"model": " "}, {"extra_body": "x"}])
+def test_a_wrong_model_or_body_is_refused(options: dict[str, Any]) -> None:
+    """The error comes at construction and names the argument."""
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        Endpoint("http://localhost:1", **options)

@@ -610,6 +610,13 @@ def test_a_cut_off_draft_loses_against_a_whole_one(scripted: Scripted) -> None:
         ({"drafter": []}, "drafter"),
         ({"drafter": "http://localhost:8000"}, "Endpoint"),
         ({"verifier": None}, "verifier"),
+        ({"partitioner": "ByCluster"}, "partitioner"),
+        ({"partitioner": RankStratified}, "partitioner"),
+        ({"selector": "x"}, "selector"),
+        ({"embedder": "x"}, "embedder"),
+        ({"fallback_template": 5}, "fallback_template"),
+        ({"scoring": "reflection"}, "scoring"),
+        ({"instructions": 5}, "instructions"),
     ],
 )
 def test_wrong_options_are_refused_at_construction(
@@ -628,6 +635,7 @@ def test_wrong_options_are_refused_at_construction(
         (QUESTION, "one text", "must be a list"),
         (QUESTION, [3], "passage 0 is a int"),
         (QUESTION, None, "must be a list"),
+        (QUESTION, [Passage(text="a", title=3)], "title is a int"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_input_is_named(
@@ -637,6 +645,63 @@ def test_bad_input_is_named(
     with pytest.raises(InputError, match=said):
         make(server).ask(question, passages)
     assert server.requests == []
+
+
+def test_failed_and_abstaining_drafts_are_in_the_notes(scripted: Scripted) -> None:
+    """What the answer does without is told, also when there is an answer."""
+    inner = by_first_fact({})
+    seen: list[str] = []
+
+    def respond(body: dict[str, Any], call: int) -> Any:
+        if is_verification(body):
+            return inner(body, call)
+        if text_of(body) not in seen:
+            seen.append(text_of(body))
+        place = seen.index(text_of(body))
+        return (
+            [Fault(400), "Rationale: hm.\nAnswer: unknown"][place]
+            if place < 2
+            else inner(body, call)
+        )
+
+    answer = make(scripted(respond)).ask(QUESTION, PASSAGES)
+
+    assert answer.fallback_reason is None
+    assert sum("HTTP 400" in note for note in answer.trace.notes) == 1
+    assert sum("do not tell" in note for note in answer.trace.notes) == 1
+
+
+@pytest.mark.parametrize("escaped", [False, True], ids=["as it is", "as JSON"])
+def test_what_a_server_echoes_reaches_no_log_or_repr(
+    scripted: Scripted, caplog: pytest.LogCaptureFixture, escaped: bool
+) -> None:
+    """A server that repeats the prompt in its error does not bring it into log, repr or error."""
+    secret = [Passage(text=f'the "vault" code is {n} \u2013 keep it to yourself') for n in range(6)]
+
+    def respond(body: dict[str, Any], call: int) -> Fault:
+        said = text_of(body)
+        return Fault(
+            400, body={"error": {"message": "bad: " + (json.dumps(said) if escaped else said)}}
+        )
+
+    rag = make(scripted(respond))
+    with (
+        caplog.at_level("DEBUG", logger="specrag_integrations"),
+        pytest.raises(NoAnswerError) as raised,
+    ):
+        rag.ask("where is the hidden treasure?", secret)
+
+    told = " ".join([caplog.text, repr(raised.value), str(raised.value), *raised.value.failures])
+    cause = raised.value.__cause__
+    told += f"{cause!r} {cause and cause.__cause__!r}"
+    assert "bad: " in told
+    for word in ("vault", "code is", "yourself", "treasure"):
+        assert word not in told
+
+
+def test_the_repr_names_models_and_numbers(server: ScriptedServer) -> None:
+    """An engine's repr tells what it is made of."""
+    assert "num_drafts=4" in repr(make(server))
 
 
 def test_bad_history_is_named(server: ScriptedServer) -> None:

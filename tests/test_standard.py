@@ -72,6 +72,17 @@ def test_a_prompt_that_surely_fits_is_not_counted(scripted: Scripted) -> None:
     assert ("POST", "/tokenize") not in server.requests
 
 
+def test_a_passage_that_is_too_long_by_itself_is_passed_over(scripted: Scripted) -> None:
+    """One huge passage at the top does not keep the others out, and the trace counts it."""
+    server = scripted(Reply("fine"), kind="llama.cpp", context_tokens=600)
+    huge = Passage(text="long " * 2000, id="huge")
+
+    answer = StandardRAG(Endpoint(server.base_url), max_tokens=100).ask("q", [huge, *PASSAGES])
+
+    assert [passage.id for passage in answer.passages][:2] == ["p0", "p1"]
+    assert any("of 9 passages fit" in note for note in answer.trace.notes)
+
+
 def test_a_context_that_holds_no_passage_is_an_error(scripted: Scripted) -> None:
     """Nothing is sent when not even the first passage fits; the error names the numbers."""
     server = scripted(Reply("fine"), kind="llama.cpp", context_tokens=150)

@@ -89,7 +89,11 @@ def pull(name: str, *, registry: StrPath | None = None, progress: bool = True) -
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / "lock", progress=progress):
             # Another process may have been faster.
-            return _cached(weights) or _fetch(weights, folder, progress=progress)
+            if (path := _cached(weights)) is not None:
+                return path
+            if progress and (folder / Path(weights.file).name).exists():
+                say(f"{weights.name}: the cached file fails its hash; fetching it anew")
+            return _fetch(weights, folder, progress=progress)
     except OSError as error:
         raise WeightsError(
             f"{weights.file} ({weights.bytes / 1e6:.0f} MB) cannot be stored in {folder}: "
@@ -259,7 +263,8 @@ def _fetch(weights: Weights, folder: Path, *, progress: bool) -> Path:
         shutil.rmtree(unfinished)
         return path
     raise WeightsError(
-        f"no source has {weights.file} with SHA-256 {weights.sha256}; tried " + "; ".join(failures)
+        f"no source has {weights.file} with SHA-256 {weights.sha256}; tried "
+        f"{'; '.join(failures)}. SPECRAG_REGISTRY may name a file with other sources"
     )
 
 
