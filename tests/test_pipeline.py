@@ -679,7 +679,7 @@ def test_what_a_server_echoes_reaches_no_log_or_repr(
     secret = [Passage(text=f'the "vault" code is {n} \u2013 keep it to yourself') for n in range(6)]
 
     def respond(body: dict[str, Any], call: int) -> Fault:
-        said = text_of(body)
+        said = body["messages"][-1]["content"]
         return Fault(
             400, body={"error": {"message": "bad: " + (json.dumps(said) if escaped else said)}}
         )
