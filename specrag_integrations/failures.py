@@ -63,15 +63,13 @@ def words_of(body: object, sent: Json | None = None) -> str:
 def _without_echo(text: str, sent: Json) -> str:
     """End a server's words where they begin to repeat the request.
 
-    The request may come back whole or in part, and with quotes, backslashes and letters beyond
+    The request may come back whole or in part, and with quotes, line breaks and letters beyond
     ASCII escaped in one way or another, so that longer pieces between those are looked for as well.
     """
-    contents = [
-        " ".join(str(mapping(message).get("content")).split())
-        for message in sent.get("messages") or []
-    ]
-    pieces = [piece.strip() for content in contents for piece in _ESCAPED.split(content)]
-    echoed = [text.find(piece) for piece in (*contents, *pieces) if len(piece) >= _TELLING]
+    contents = [str(mapping(message).get("content")) for message in sent.get("messages") or []]
+    pieces = contents + [piece for content in contents for piece in _ESCAPED.split(content)]
+    plain = (" ".join(piece.split()) for piece in pieces)
+    echoed = [text.find(piece) for piece in plain if len(piece) >= _TELLING]
     if match := _ECHOED_INPUT.search(text):
         echoed.append(match.start())
     places = [place for place in echoed if place >= 0]
