@@ -76,6 +76,7 @@ class Partitioner(Protocol):
 class MultiPerspective:
     """One passage of each cluster in every subset: the paper's sampling.
 
+    The first subset holds the best-ranked passage of each cluster; the others are drawn at random.
     With `anchor`, the first passages in rank order are in every subset as well, and the rest form
     `passages_per_draft - anchor` clusters: sampling that forgets the ranking throws away what the
     retriever knew.
