@@ -15,10 +15,15 @@ from types import TracebackType
 from typing import Self
 
 from specrag_integrations.answers import Answer
-from specrag_integrations.errors import ConfigurationError, InputError
+from specrag_integrations.errors import (
+    ConfigurationError,
+    InputError,
+    NoAnswerError,
+    NoAnswerReason,
+)
 from specrag_integrations.events import AnswerEvent, Emit, Event
 from specrag_integrations.models import ChatModel, Message
-from specrag_integrations.passages import Passage
+from specrag_integrations.passages import Passage, Usable, usable_passages
 from specrag_integrations.portal import portal
 
 History = Sequence[Message | Mapping[str, str]]
@@ -54,13 +59,13 @@ class Engine(ABC):
     async def _run(
         self,
         question: str,
-        passages: Passages,
+        usable: Usable,
         *,
         history: Sequence[Message],
         clock: Clock,
         emit: Emit,
     ) -> Answer:
-        """Answer in one task, reporting to `emit` on the way."""
+        """Answer in one task from passages of which there is at least one; report to `emit`."""
 
     def ask(
         self,
@@ -145,13 +150,13 @@ class Engine(ABC):
         emit: Emit,
     ) -> Answer:
         clock = Clock(self._deadline if deadline is None else checked_deadline(deadline))
-        return await self._run(
-            checked_question(question),
-            passages,
-            history=checked_history(history),
-            clock=clock,
-            emit=emit,
-        )
+        question, turns = checked_question(question), checked_history(history)
+        usable = usable_passages(passages)
+        if not usable.passages:
+            raise NoAnswerError(
+                "there are no passages to answer from", reason=NoAnswerReason.NO_PASSAGES
+            )
+        return await self._run(question, usable, history=turns, clock=clock, emit=emit)
 
     def warmup(self) -> None:
         """Do now what the first question would wait for: imports, connections, model names."""

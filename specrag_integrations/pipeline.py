@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, TypeVar
 from specrag_integrations.answers import Answer, StepUsage, Trace, Usage, dissent_from
 from specrag_integrations.citations import cited_numbers, is_abstention
 from specrag_integrations.drafts import Draft, Drafter, FailedDraft
-from specrag_integrations.engine import Clock, Engine, Passages
+from specrag_integrations.engine import Clock, Engine
 from specrag_integrations.errors import ConfigurationError, NoAnswerError, NoAnswerReason
 from specrag_integrations.events import (
     DeltaEvent,
@@ -27,7 +27,7 @@ from specrag_integrations.events import (
     SelectedEvent,
 )
 from specrag_integrations.models import ChatModel, Message, TokenCount
-from specrag_integrations.passages import Passage, usable_passages
+from specrag_integrations.passages import Passage, Usable
 from specrag_integrations.scores import Score, Scoring, Tier, Verifier
 from specrag_integrations.selection import (
     BestScore,
@@ -154,17 +154,12 @@ class SpeculativeRAG(Engine):
     async def _run(
         self,
         question: str,
-        passages: Passages,
+        usable: Usable,
         *,
         history: Sequence[Message],
         clock: Clock,
         emit: Emit,
     ) -> Answer:
-        usable = usable_passages(passages)
-        if not usable.passages:
-            raise NoAnswerError(
-                "there are no passages to answer from", reason=NoAnswerReason.NO_PASSAGES
-            )
         work = _Work(
             question=question,
             passages=usable.passages,

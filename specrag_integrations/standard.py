@@ -15,7 +15,7 @@ from specrag_integrations.citations import (
     without_citations,
     without_dead_citations,
 )
-from specrag_integrations.engine import Clock, Engine, Passages
+from specrag_integrations.engine import Clock, Engine
 from specrag_integrations.errors import (
     ConfigurationError,
     ContextTooSmallError,
@@ -26,7 +26,7 @@ from specrag_integrations.errors import (
 )
 from specrag_integrations.events import DeltaEvent, Emit, PassagesEvent
 from specrag_integrations.models import ChatModel, ChatReply, ChatRequest, Message, Step
-from specrag_integrations.passages import Passage, usable_passages
+from specrag_integrations.passages import Passage, Usable
 from specrag_integrations.prompts import answer_messages
 from specrag_integrations.spans import without_thinking
 
@@ -84,17 +84,12 @@ class StandardRAG(Engine):
     async def _run(
         self,
         question: str,
-        passages: Passages,
+        usable: Usable,
         *,
         history: Sequence[Message],
         clock: Clock,
         emit: Emit,
     ) -> Answer:
-        usable = usable_passages(passages)
-        if not usable.passages:
-            raise NoAnswerError(
-                "there are no passages to answer from", reason=NoAnswerReason.NO_PASSAGES
-            )
         emit(PassagesEvent(passages=usable.passages))
         written = await self.write_in_time(
             question, usable.passages, history=history, clock=clock, emit=emit
