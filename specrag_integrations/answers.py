@@ -65,7 +65,7 @@ class Usage:
 
     @property
     def requests(self) -> int:
-        """Generating HTTP requests sent, retries included."""
+        """Generating HTTP requests, retries included; those cut off by a deadline are not known."""
         return sum(step.attempts for step in self.steps)
 
     def tokens(self, role: ModelRole) -> TokenCount:

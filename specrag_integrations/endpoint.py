@@ -389,6 +389,7 @@ class Endpoint:
             try:
                 data, _ = await with_retries(self._max_attempts, self._get_models)
             except EndpointError as error:
+                error.attempts = 0  # those were no generating requests
                 lookup.error = error
                 lookup.failures += 1
                 raise
@@ -534,7 +535,9 @@ class Endpoint:
                 status_code=error.status_code,
             ) from error
         except openai.APIError as error:  # an error event inside a stream
-            raise self._from_reported(error.body or error.message, sent) from error
+            reported = self._from_reported(error.body or error.message, sent)
+            error.args = (str(reported),)  # tracebacks show the cause as well
+            raise reported from error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise MalformedReplyError(
                 f"{self.base_url}: the reply is not valid JSON ({error.__class__.__name__})",
@@ -649,7 +652,11 @@ def _checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
             raise ConfigurationError(
                 f"header {name!r} must be a line of ASCII text without white space around it"
             )
-    return dict(headers)
+    # openai 2.x compares the name as it is spelled, and would send its own key beside it.
+    return {
+        "Authorization" if name.lower() == "authorization" else name: value
+        for name, value in headers.items()
+    }
 
 
 def _address(base_url: str) -> tuple[str, dict[str, str], dict[str, str]]:

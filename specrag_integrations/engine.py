@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -52,7 +52,7 @@ class Engine(ABC):
     """Answers questions from passages."""
 
     def __init__(self, *, models: Sequence[ChatModel], deadline: float | None) -> None:
-        self._models = tuple(dict.fromkeys(models))
+        self._models = tuple({id(model): model for model in models}.values())
         self._deadline = checked_deadline(deadline)
 
     @abstractmethod
@@ -90,6 +90,7 @@ class Engine(ABC):
             InputError: an empty question, or passages of the wrong type.
             NoAnswerError: nothing can be answered; `.reason` says why.
         """
+        passages = _materialised(passages)
         return portal.run(self.aask(question, passages, history=history, deadline=deadline))
 
     async def aask(
@@ -115,6 +116,7 @@ class Engine(ABC):
 
         Closing the iterator cancels what is still under way.
         """
+        passages = _materialised(passages)
         return portal.iterate(self.astream(question, passages, history=history, deadline=deadline))
 
     async def astream(
@@ -248,6 +250,11 @@ def checked_history(history: History) -> tuple[Message, ...]:
             "{'role': 'system'|'user'|'assistant', 'content': str}"
         )
     return tuple(turns)
+
+
+def _materialised(passages: Passages) -> Passages:
+    """Run a lazy retriever on its caller's thread, not on the one that carries all requests."""
+    return list(passages) if isinstance(passages, Iterator) else passages
 
 
 def _first_imports() -> None:

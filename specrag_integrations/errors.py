@@ -75,7 +75,7 @@ class EndpointError(SpecRAGError):
         self.request_id = request_id
         self.retry_after = retry_after
         self.attempts = 1
-        """HTTP requests sent before giving up."""
+        """Generating HTTP requests sent before giving up; 0 where the model was not found out."""
 
 
 class EndpointTimeoutError(EndpointError):

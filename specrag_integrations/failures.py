@@ -79,7 +79,7 @@ def _without_echo(text: str, sent: Json) -> str:
 _TELLING = 8
 """Characters from which a repeated piece of a prompt is no coincidence."""
 _ESCAPED = re.compile(r"""[^\x20-\x7e]|["'\\]""")
-_ECHOED_INPUT = re.compile(r"""['"]input['"]\s*:""")
+_ECHOED_INPUT = re.compile(r"""['"]?\binput(?:_value)?['"]?\s*[:=]\s*[\[{'"]""")
 """Validation errors of FastAPI servers repeat the request under this name."""
 _OVERFLOW = re.compile(
     r"exceed\w*.{0,40}context|context.{0,20}(length|size|window).{0,60}"

@@ -123,7 +123,9 @@ class SpeculativeRAG(Engine):
             models=drafters, max_tokens=max_answer_tokens, instructions=instructions
         )
         self._verifier = Verifier(
-            verifying, scoring=scoring, comparable_drafts=len(set(drafters)) == 1
+            verifying,
+            scoring=scoring,
+            comparable_drafts=len({id(drafter) for drafter in drafters}) == 1,
         )
         self._selector: Selector = BestScore() if selector is None else selector
         self._standard = None
@@ -167,7 +169,7 @@ class SpeculativeRAG(Engine):
             emit=emit,
             tiers=self._verifier.tiers,
         )
-        work.notes += usable.dropped
+        work.note(*usable.dropped)
         await self._speculate(work, history)
         selection = select(candidates_of(work.usable_drafts, work.current_scores), self._selector)
         if selection.winner is not None:
@@ -182,13 +184,18 @@ class SpeculativeRAG(Engine):
         try:
             async with scope:
                 partition = await self._partition(work)
-                await self._draft_and_verify(work, partition, history)
+                try:
+                    await self._draft_and_verify(work, partition, history)
+                finally:
+                    self._verifier.remember(work.current_scores)
                 await self._descend(work)
         except TimeoutError:
             if not scope.expired():
                 raise
             work.deadline_hit = True
             work.note(f"DEADLINE: stopped after {work.clock.elapsed:.2f} s")
+            if any(score.cannot for score in work.current_scores):
+                await self._descend(work)  # to what costs no request
         finally:
             work.stages["verify"] = work.clock.elapsed
 
@@ -202,7 +209,7 @@ class SpeculativeRAG(Engine):
             embedder=self._embedder,
         )
         work.partition = partition
-        work.notes += partition.notes
+        work.note(*partition.notes)
         work.stages["partition"] = work.clock.elapsed
         work.emit(PassagesEvent(passages=work.passages, subsets=partition.subsets))
         return partition
@@ -239,11 +246,12 @@ class SpeculativeRAG(Engine):
             await tasks.all_of(
                 [draft_then_verify(index) for index in range(len(partition.subsets))]
             )
-        self._verifier.remember(work.current_scores)
 
     async def _descend(self, work: _Work) -> None:
         """Read all drafts anew at the next tier while none could be scored at this one."""
         for tier in work.tiers[1:]:
+            if work.deadline_hit and tier.requests:
+                return
             drafts = work.usable_drafts
             if not drafts or candidates_of(drafts, work.current_scores):
                 return
@@ -259,7 +267,7 @@ class SpeculativeRAG(Engine):
 
     def _accepted(self, work: _Work, selection: Selection) -> Answer:
         winner = next(draft for draft in work.usable_drafts if draft.index == selection.winner)
-        work.notes += work.failures
+        work.note(*work.failures)
         work.emit(SelectedEvent(selection=selection, passages=winner.passages))
         work.emit(DeltaEvent(text=winner.answer))
         if winner.truncated:
@@ -294,7 +302,7 @@ class SpeculativeRAG(Engine):
                 reason=NoAnswerReason.NO_USABLE_DRAFT,
                 failures=work.failures,
             )
-        work.notes += work.failures
+        work.note(*work.failures)
         work.note(f"fell back to standard RAG: {reason}")
         work.emit(FallbackEvent(reason=reason))
         try:
@@ -304,7 +312,7 @@ class SpeculativeRAG(Engine):
         except NoAnswerError as error:
             error.failures = (*work.failures, *error.failures)
             raise
-        work.notes += written.notes
+        work.note(*written.notes)
         work.stages["fallback"] = work.clock.elapsed
         work.steps.append(written.usage)
         return Answer(
@@ -343,9 +351,11 @@ class _Work:
     def __post_init__(self) -> None:
         self.tier = self.tiers[0]
 
-    def note(self, text: str) -> None:
-        """Keep what a reader of the trace must know."""
-        self.notes.append(text)
+    def note(self, *texts: str) -> None:
+        """Keep what a reader of the trace must know, and log it once."""
+        for text in texts:
+            self.notes.append(text)
+            log.info("%s", text)
 
     def add_draft(self, draft: Draft | FailedDraft) -> None:
         """Take a draft in as it lands."""
@@ -353,7 +363,7 @@ class _Work:
         self.stages["draft"] = draft.arrived
         self.steps.append(_usage_of_draft(draft))
         if isinstance(draft, Draft):
-            self.notes += draft.notes
+            self.note(*draft.notes)
         self.emit(DraftEvent(draft=draft))
 
     def add_score(self, score: Score) -> None:
@@ -390,8 +400,6 @@ class _Work:
 
     def trace(self, *, first_token: float) -> Trace:
         """Return all of it as a value."""
-        for note in self.notes:
-            log.info("%s", note)
         return Trace(
             passages=self.passages,
             subsets=self.partition.subsets,
@@ -410,17 +418,22 @@ class _Tasks:
 
     def __init__(self) -> None:
         self._started: list[asyncio.Task[Any]] = []
+        self._leaving = False
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._leaving = True
         for task in self._started:
             task.cancel()
         await asyncio.gather(*self._started, return_exceptions=True)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start one task."""
+        """Start one task, unless the block is being left."""
+        if self._leaving:
+            coroutine.close()
+            raise asyncio.CancelledError
         task = asyncio.create_task(coroutine)
         self._started.append(task)
         return task

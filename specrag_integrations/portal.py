@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import contextvars
 import os
+import sys
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator
 from contextlib import aclosing, suppress
@@ -160,7 +161,9 @@ class Portal:
                     return
                 yield item
         finally:
-            if self.here():
+            if sys.is_finalizing():
+                pass  # the loop's thread is frozen, and waiting for it would never end
+            elif self.here():
                 # A forgotten iterator's garbage may be collected on any thread, the portal's too,
                 # where nobody can wait.
                 _Work(_close(items), self.loop)

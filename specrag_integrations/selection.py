@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from specrag_integrations.drafts import Draft
+from specrag_integrations.errors import ConfigurationError
 from specrag_integrations.scores import Score
 
 
@@ -48,7 +49,7 @@ class Selector(Protocol):
     """A rule that orders candidates."""
 
     def rank(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the candidates best first; the first is the answer."""
+        """Return the candidates it trusts, best first; the first is the answer."""
         ...
 
 
@@ -83,7 +84,14 @@ def candidates_of(drafts: Sequence[Draft], scores: Sequence[Score]) -> list[Cand
 
 def select(candidates: Sequence[Candidate], selector: Selector) -> Selection:
     """Select a winner, or say why there is none."""
-    if not candidates:
+    ranked = selector.rank(candidates) if candidates else ()
+    ranking = tuple(candidate.draft.index for candidate in ranked)
+    known = {candidate.draft.index for candidate in candidates}
+    if len(set(ranking)) < len(ranking) or not known.issuperset(ranking):
+        raise ConfigurationError(
+            f"{type(selector).__name__}.rank must return candidates it was given, each at most "
+            f"once; it returned the drafts {list(ranking)} of {sorted(known)}"
+        )
+    if not ranking:  # there are none, or the selector trusts none
         return Selection(winner=None, ranking=(), reason=FallbackReason.NO_USABLE_DRAFT)
-    ranking = tuple(candidate.draft.index for candidate in selector.rank(candidates))
     return Selection(winner=ranking[0], ranking=ranking)

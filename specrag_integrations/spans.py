@@ -143,21 +143,24 @@ def _end_of_answer(visible: str, start: int, end: int) -> int:
 
 def _blanked(text: str) -> str:
     """Blank what is not meant for the reader, keeping every position."""
-    blank = lambda match: " " * len(match[0])  # noqa: E731 - used twice, here only
     text = text.replace("\r\n", " \n").replace("\r", "\n")
-    text = _THINKING.sub(blank, text)
+    text = _without_blocks(text)
+    return _NOT_TEXT.sub(lambda match: " " * len(match[0]), text)
+
+
+def without_thinking(text: str) -> str:
+    """Remove thinking blocks, also one that has not ended yet, and what follows a turn's end."""
+    return _without_blocks(text).strip()
+
+
+def _without_blocks(text: str) -> str:
+    """Blank thinking blocks and what follows the end of the turn, keeping every position."""
+    text = _THINKING.sub(lambda match: " " * len(match[0]), text)
     # Some templates open the thinking block in the prompt, so that only its end is seen.
     ends = list(_END_OF_THINKING.finditer(text))
     text = " " * ends[-1].end() + text[ends[-1].end() :] if ends else text
     turn = next((end for end in _END_OF_TURN.finditer(text) if text[: end.start()].strip()), None)
-    if turn:
-        text = text[: turn.start()].ljust(len(text))
-    return _NOT_TEXT.sub(blank, text)
-
-
-def without_thinking(text: str) -> str:
-    """Remove thinking blocks and special tokens, also a block that has not ended yet."""
-    return _blanked(text).strip()
+    return text[: turn.start()].ljust(len(text)) if turn else text
 
 
 def _trimmed(text: str, start: int, end: int) -> Span:

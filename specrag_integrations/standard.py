@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ from specrag_integrations.models import ChatModel, ChatReply, ChatRequest, Messa
 from specrag_integrations.passages import Passage, Usable
 from specrag_integrations.prompts import answer_messages
 from specrag_integrations.spans import without_thinking
+
+log = logging.getLogger("specrag_integrations")
 
 Template = Callable[[str, Sequence[Passage], Sequence[Message]], tuple[Message, ...]]
 """(question, passages, history) -> the prompt: an application's own words."""
@@ -94,6 +97,8 @@ class StandardRAG(Engine):
         written = await self.write_in_time(
             question, usable.passages, history=history, clock=clock, emit=emit
         )
+        for note in (*usable.dropped, *written.notes):
+            log.info("%s", note)
         return Answer(
             text=written.text,
             passages=written.passages,
@@ -159,7 +164,10 @@ class StandardRAG(Engine):
         shown = _Shown(len(fitting))
         async for delta in self.model.stream(request, step=Step(kind="fallback")):
             reply = delta.reply or reply
-            if piece := shown.add(delta.text, ended=reply is not None):
+            text = delta.text
+            if reply and not shown.began:
+                text = text or reply.text  # a model that cannot stream brings all of it at once
+            if piece := shown.add(text, ended=reply is not None):
                 first_token = clock.elapsed if first_token is None else first_token
                 emit(DeltaEvent(text=piece))
         if reply is None:
@@ -171,6 +179,8 @@ class StandardRAG(Engine):
             notes.append(f"{len(fitting)} of {len(passages)} passages fit into the context")
         if reply.finish_reason == "length":
             notes.append(f"the answer was cut off at {self._max_tokens} tokens")
+        elif reply.finish_reason != "stop":
+            notes.append(f"the answer may be cut off: it ended with {reply.finish_reason!r}")
         usage = StepUsage(
             kind="fallback",
             index=0,
@@ -236,26 +246,38 @@ class StandardRAG(Engine):
         return possible[:low]
 
 
-_UNDECIDED = re.compile(r"(?:\s{0,9}\[[^\]]{0,12}|\s{1,9}|\s{0,9}<[^>]{0,12})\Z")
-"""The end of a text that may yet become a dead citation, a thinking block or nothing."""
+_UNDECIDED = re.compile(
+    r"[ \t]{0,3}(?:\[[^\]]{0,200}|\u3010[^\u3011]{0,200}|<[^>]{0,40}|\u25c1[^\u25b7]{0,20})\Z"
+)
+"""The end of a text that may yet become a dead citation or a thinking block."""
 
 
 class _Shown:
     """What a reader sees of a text that is still being written.
 
     Thinking and citations of passages that do not exist are left out, so the end of the text is
-    held back while it may become one of them: the pieces together are the final text.
+    held back while it may become one of them: the pieces together are the final text. Only a
+    thinking block whose beginning was in the prompt is noticed too late; the text is right then.
     """
 
     def __init__(self, passages: int) -> None:
         self.text = ""
         self._passages = passages
         self._raw = ""
+        self._shown = ""
+
+    @property
+    def began(self) -> bool:
+        """Whether anything was written."""
+        return bool(self._raw)
 
     def add(self, piece: str, *, ended: bool) -> str:
         """Take a piece in and return what may be shown now."""
         self._raw += piece
         decided = self._raw if ended else _UNDECIDED.sub("", self._raw)
-        before = self.text
         self.text = without_dead_citations(without_thinking(decided), self._passages).strip()
-        return self.text[len(before) :] if self.text.startswith(before) else ""
+        if not self.text.startswith(self._shown):
+            return ""
+        new = self.text[len(self._shown) :]
+        self._shown = self.text
+        return new

@@ -26,6 +26,7 @@ from specrag_integrations import (
     SpeculativeRAG,
 )
 from specrag_integrations.models import Capabilities, ChatReply
+from specrag_integrations.portal import portal
 
 PASSAGES = [Passage(text=f"Fact number {n} is about river {n}.", id=f"p{n}") for n in range(10)]
 QUESTION = "Which river is meant?"
@@ -395,7 +396,9 @@ def test_the_request_bound_holds_when_everything_fails(
         rag.ask(QUESTION, PASSAGES)
 
     assert rag.max_requests == attempts * (4 + 4 + 1)
-    assert 0 < len(server.chats) <= rag.max_requests
+    # Nothing is verified where nothing was drafted: four drafts and the fallback.
+    tried = attempts if fault.close or fault.status == 503 else 1
+    assert len(server.chats) == 5 * tried
 
 
 def test_the_request_bound_is_reached_when_every_step_needs_its_last_attempt(
@@ -473,7 +476,8 @@ def test_the_deadline_fires_in_every_way_of_asking(scripted: Scripted, way: str,
 
     assert raised.value.reason is NoAnswerReason.DEADLINE
     assert server.wait_idle(2)
-    assert server.aborted >= 1
+    assert server.aborted >= (4 if hang == "draft" else 1)
+    assert not [task for task in asyncio.all_tasks(portal.loop) if not task.done()]
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
@@ -496,6 +500,48 @@ def test_at_the_deadline_the_best_scored_draft_wins(scripted: Scripted, way: str
     assert any("DEADLINE" in note for note in answer.trace.notes)
     assert answer.fallback_reason is None
     assert len(answer.trace.drafts) == 3
+
+
+def test_a_verifier_without_logprobs_is_learnt_from_at_the_deadline_too(
+    scripted: Scripted,
+) -> None:
+    """One slow draft does not keep the finished ones from the tier that costs no request."""
+    inner = by_first_fact({})
+    hung: list[str] = []
+
+    def respond(body: dict[str, Any], call: int) -> Reply | Fault:
+        if not hung or text_of(body) in hung:
+            hung.append(text_of(body))
+            return Fault(hang=True)
+        return inner(body, call)
+
+    verifier = scripted(Reply("Yes", logprobs=None))
+    rag = make(scripted(respond), verifier=Endpoint(verifier.base_url))
+    for _ in range(3):
+        answer = rag.ask(QUESTION, PASSAGES, deadline=0.7)
+        assert answer.trace.deadline_hit
+        assert answer.tier == "draft_only"
+    asked = len(verifier.chats)
+
+    assert rag.ask(QUESTION, PASSAGES, deadline=0.7).tier == "draft_only"
+    assert len(verifier.chats) == asked
+
+
+def test_a_selector_may_trust_none(server: ScriptedServer) -> None:
+    """A selector that returns nothing leads to the fallback; one that invents is an error."""
+
+    class Nobody:
+        def rank(self, candidates: Any) -> Any:
+            return []
+
+    class Twice:
+        def rank(self, candidates: Any) -> Any:
+            return [candidates[0], candidates[0]]
+
+    server.respond = by_first_fact({})
+    assert make(server, selector=Nobody()).ask(QUESTION, PASSAGES).text == "standard answer [1]"
+    with pytest.raises(ConfigurationError, match="Twice"):
+        make(server, selector=Twice()).ask(QUESTION, PASSAGES)
 
 
 def test_closing_a_stream_cancels_what_is_under_way(scripted: Scripted) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,8 @@ from specrag_integrations import (
     Passage,
     StandardRAG,
 )
-from specrag_integrations.models import user
+from specrag_integrations.models import Capabilities, ChatDelta, ChatReply, user
+from specrag_integrations.standard import _Shown
 
 Scripted = Callable[..., ScriptedServer]
 
@@ -132,6 +134,85 @@ def test_the_pieces_of_a_stream_are_the_text(scripted: Scripted, written: str, r
 
     assert events[-1].answer.text == read  # type: ignore[union-attr]
     assert "".join(event.text for event in events if event.type == "delta") == read
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 40])
+@pytest.mark.parametrize(
+    "written",
+    [
+        "Ada [1, 2, 3, 4, 5, 6, 7, 8, 9, 10] built it",
+        "Ada 【9】 built it, says [Passage 2]. And [99]more",
+        "```python\nprint([1])\n```\nand ***\n---\nso on [8",
+        "◁think▷hm [9]◁/think▷ Ada <b>bold</b> a < b",
+        "Ada<|im_end|>\n<|im_start|>user more",
+        "<think>one</think> Ada   \n\n [55]  Lund  ",
+    ],
+)
+def test_the_pieces_are_the_text_wherever_they_are_cut(written: str, size: int) -> None:
+    """However a server cuts its stream, the pieces shown together are the final text."""
+    shown = _Shown(8)
+    pieces = [written[start : start + size] for start in range(0, len(written), size)]
+
+    told = [shown.add(piece, ended=False) for piece in pieces]
+    told.append(shown.add("", ended=True))
+
+    assert "".join(told) == shown.text
+    assert "think" not in shown.text
+    assert "99" not in shown.text
+
+
+@pytest.mark.parametrize("ended", [None, "content_filter"])
+def test_an_answer_that_ended_otherwise_is_noted(scripted: Scripted, ended: str | None) -> None:
+    """A stream that ended without a reason, or for another one, may be cut off."""
+    server = scripted(Reply("the river", finish_reason=ended))
+    answer = StandardRAG(Endpoint(server.base_url)).ask("q", PASSAGES)
+
+    assert any("may be cut off" in note for note in answer.trace.notes)
+
+
+class WholeReply:
+    """A chat model that cannot stream: its one delta brings the whole reply. Not hashable."""
+
+    name, max_attempts = "whole", 1
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    async def stream(self, request: Any, *, step: Any) -> Any:
+        yield ChatDelta(reply=ChatReply(text="Ada Lund [1]", finish_reason="stop"))
+
+    async def capabilities(self) -> Capabilities:
+        return Capabilities()
+
+
+def test_a_model_that_cannot_stream_answers_all_the_same() -> None:
+    """The protocol lets the last delta carry everything."""
+    events = list(StandardRAG(WholeReply()).stream("q", PASSAGES))  # type: ignore[arg-type]
+
+    assert events[-1].answer.text == "Ada Lund [1]"  # type: ignore[union-attr]
+    assert [event.text for event in events if event.type == "delta"] == ["Ada Lund [1]"]
+
+
+def test_a_lazy_retriever_runs_on_its_callers_thread(scripted: Scripted) -> None:
+    """Passages from a generator are read where `ask` was called, and may even ask themselves."""
+    rag = StandardRAG(Endpoint(scripted(Reply("fine")).base_url))
+    threads = []
+
+    def retrieve() -> Any:
+        threads.append(threading.current_thread())
+        yield rag.ask("first", ["a passage"]).text
+
+    assert rag.ask("q", retrieve()).text == "fine"
+    assert threads == [threading.current_thread()]
+
+
+def test_notes_are_logged_once(scripted: Scripted, caplog: pytest.LogCaptureFixture) -> None:
+    """What is in the trace's notes is in the log, without the passage's text."""
+    with caplog.at_level("INFO", logger="specrag_integrations"):
+        StandardRAG(Endpoint(scripted(Reply("fine")).base_url)).ask("q", ["same", "same"])
+
+    assert caplog.text.count("repeats an earlier one") == 1
 
 
 def test_an_abstention_is_recognised(scripted: Scripted) -> None:

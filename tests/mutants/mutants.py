@@ -296,9 +296,7 @@ MUTANTS = [
         "next((span for span in answers if span.start >= first), answers[0])",
         "answers[-1]",
     ),
-    mutant(
-        "thinking is read as text", OWN, SPANS, "text = _THINKING.sub(blank, text)", "text = text"
-    ),
+    mutant("thinking is read as text", OWN, SPANS, "text = _without_blocks(text)", "text = text"),
     mutant(
         "a text cut off has its last line for an answer",
         OWN,
@@ -306,7 +304,13 @@ MUTANTS = [
         "    if truncated:",
         "    if False:",
     ),
-    mutant("what follows the end of a turn is read", OWN, SPANS, "    if turn:", "    if False:"),
+    mutant(
+        "what follows the end of a turn is read",
+        OWN,
+        SPANS,
+        ".ljust(len(text)) if turn else text",
+        ".ljust(len(text)) if False else text",
+    ),
     mutant(
         "an answer runs into what follows it",
         OWN,
@@ -702,7 +706,21 @@ MUTANTS = [
         "    if all(token.logprob <= _LOGPROB_FLOOR for token in usable):",
         "    if False:",
     ),
+    mutant(
+        "a verifier that cannot is never learnt about at the deadline",
+        OWN,
+        "pipeline: pipeline::a_verifier_without_logprobs_is_learnt_from_at_the_deadline_too",
+        "if any(score.cannot for score in work.current_scores):",
+        "if False:",
+    ),
     # ---------------------------------------------------------------- standard RAG
+    mutant(
+        "a stream shows a citation that is not there",
+        OWN,
+        "standard: standard::the_pieces_are_the_text_wherever_they_are_cut",
+        'self._raw if ended else _UNDECIDED.sub("", self._raw)',
+        "self._raw",
+    ),
     mutant(
         "passages beyond the context are sent all the same",
         PEER,
@@ -744,7 +762,7 @@ MUTANTS = [
         "failed drafts are left out of the notes",
         OWN,
         "pipeline: pipeline::failed_and_abstaining_drafts_are_in_the_notes",
-        "work.notes += work.failures\n        work.emit(Sel",
+        "work.note(*work.failures)\n        work.emit(Sel",
         "work.emit(Sel",
     ),
 ]
