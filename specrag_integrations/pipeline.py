@@ -193,7 +193,7 @@ class SpeculativeRAG(Engine):
             if not scope.expired():
                 raise
             work.deadline_hit = True
-            work.note(f"DEADLINE: stopped after {work.clock.elapsed:.2f} s")
+            work.note(f"DEADLINE: stopped after {work.clock.elapsed:.2f} s{work.cut_off}")
             if any(score.cannot for score in work.current_scores):
                 await self._descend(work)  # to what costs no request
         finally:
@@ -383,6 +383,21 @@ class _Work:
     def current_scores(self) -> list[Score]:
         """The scores of the tier in use: scores of different tiers are never compared."""
         return [score for score in self.scores if score.tier == self.tier.name]
+
+    @property
+    def cut_off(self) -> str:
+        """The drafts that a deadline now would leave unwritten and unscored, for a note."""
+        written = {draft.index for draft in self.drafts}
+        scored = {score.draft for score in self.current_scores}
+        left = {
+            "not written": [s.index for s in self.partition.subsets if s.index not in written],
+            "not scored": [d.index for d in self.usable_drafts if d.index not in scored],
+        }
+        return "".join(
+            f"; {what}: {', '.join(map(str, sorted(indices)))}"
+            for what, indices in left.items()
+            if indices
+        )
 
     @property
     def failures(self) -> list[str]:

@@ -497,7 +497,11 @@ def test_at_the_deadline_the_best_scored_draft_wins(scripted: Scripted, way: str
     answer = ask or asyncio.run(rag.aask(QUESTION, PASSAGES, deadline=1.0))
 
     assert answer.trace.deadline_hit
-    assert any("DEADLINE" in note for note in answer.trace.notes)
+    (note,) = (note for note in answer.trace.notes if "DEADLINE" in note)
+    missing = {subset.index for subset in answer.trace.subsets} - {
+        draft.index for draft in answer.trace.drafts
+    }
+    assert note.endswith(f"; not written: {missing.pop()}")
     assert answer.fallback_reason is None
     assert len(answer.trace.drafts) == 3
 
