@@ -44,8 +44,9 @@ test-mutants: .venv/dev  ## Each listed defect, put into the code, must fail a t
 notebooks: .venv/dev  ## Run the notebooks on embedded endpoints (4 minutes)
 	$(BIN)/python -m pytest --nbmake --nbmake-timeout=900 notebooks
 
-bench: .venv/dev  ## Print what importing the package costs
+bench: .venv/dev  ## Print what importing the package and k-means cost
 	$(BIN)/python benchmarks/import_time.py
+	$(BIN)/python benchmarks/kmeans.py
 
 ci: test test-mutants notebooks bench  ## What .ci/run calls (25 minutes)
 

@@ -10,7 +10,6 @@ import copy
 import inspect
 import json
 import logging
-import math
 import os
 import re
 import time
@@ -47,6 +46,7 @@ from specrag_integrations.models import (
     Message,
     Step,
 )
+from specrag_integrations.options import checked_positive, checked_whole
 from specrag_integrations.portal import portal
 from specrag_integrations.replies import (
     Collected,
@@ -166,9 +166,9 @@ class Endpoint:
                 f"extra_body must be a mapping, not a {type(extra_body).__name__}"
             )
         self.model = model
-        self.request_timeout = _positive("request_timeout", request_timeout)
-        self.max_concurrency = _at_least_one("max_concurrency", max_concurrency)
-        self._max_attempts = _at_least_one("max_attempts", max_attempts)
+        self.request_timeout = checked_positive("request_timeout", request_timeout)
+        self.max_concurrency = checked_whole("max_concurrency", max_concurrency)
+        self._max_attempts = checked_whole("max_attempts", max_attempts)
         self._key = _Key(api_key)
         self._headers = credentials | _checked_headers(headers or {})
         self._query = query
@@ -619,19 +619,6 @@ def _only_model(entries: list[Json], shown_url: str) -> str:
 
 
 # -------------------------------------------------------------------- small checks
-
-
-def _positive(name: str, value: float) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
-        raise ConfigurationError(f"{name}={value!r} must be a number above 0")
-    return value
-
-
-def _at_least_one(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1")
-    return value
 
 
 def _checked_key(key: object) -> str:

@@ -14,6 +14,10 @@ from typing import Literal, Protocol
 Role = Literal["system", "user", "assistant"]
 StepKind = Literal["draft", "verify", "fallback", "refine"]
 
+LOGPROB_FLOOR = -100.0
+"""Servers write -9999 or -inf for "never"; one such token must not drown a mean, and e^-100 is as
+good as never and has a logarithm."""
+
 
 @dataclass(frozen=True, slots=True)
 class Message:

@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeVar
 
-from specrag_integrations.answers import Answer, StepUsage, Trace, Usage, dissent_from
+from specrag_integrations.answers import Answer, ModelRole, StepUsage, Trace, Usage, dissent_from
 from specrag_integrations.citations import cited_numbers, is_abstention
 from specrag_integrations.drafts import Draft, Drafter, FailedDraft
 from specrag_integrations.engine import Clock, Engine
@@ -26,7 +26,8 @@ from specrag_integrations.events import (
     ScoreEvent,
     SelectedEvent,
 )
-from specrag_integrations.models import ChatModel, Message, TokenCount
+from specrag_integrations.models import ChatModel, Message, StepKind, TokenCount
+from specrag_integrations.options import check_kind, checked_whole
 from specrag_integrations.passages import Passage, Usable
 from specrag_integrations.scores import Score, Scoring, Tier, Verifier
 from specrag_integrations.selection import (
@@ -99,25 +100,19 @@ class SpeculativeRAG(Engine):
         drafters = _models("drafter", drafter)
         (verifying,) = _models("verifier", [verifier])
         super().__init__(models=[*drafters, verifying], deadline=deadline)
-        for name, value in {
-            "num_drafts": num_drafts,
-            "passages_per_draft": passages_per_draft,
-            "max_answer_tokens": max_answer_tokens,
-        }.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1")
+        self._num_drafts = checked_whole("num_drafts", num_drafts)
+        self._passages_per_draft = checked_whole("passages_per_draft", passages_per_draft)
+        checked_whole("max_answer_tokens", max_answer_tokens)
         if fallback not in {"standard", None}:
             raise ConfigurationError(f"fallback={fallback!r} must be 'standard' or None")
         self._partitioner = PARTITIONER if partitioner is None else partitioner
-        _check_kind("partitioner", self._partitioner, method="check")
-        _check_kind("selector", selector, method="rank")
-        _check_kind("embedder", embedder, method="__call__")
-        _check_kind("fallback_template", fallback_template, method="__call__")
-        _check_kind("scoring", scoring, kind=Scoring)
-        _check_kind("instructions", instructions, kind=str)
+        check_kind("partitioner", self._partitioner, method="check")
+        check_kind("selector", selector, method="rank")
+        check_kind("embedder", embedder, method="__call__")
+        check_kind("fallback_template", fallback_template, method="__call__")
+        check_kind("scoring", scoring, kind=Scoring)
+        check_kind("instructions", instructions, kind=str)
         self._partitioner.check(num_drafts=num_drafts, passages_per_draft=passages_per_draft)
-        self._num_drafts = num_drafts
-        self._passages_per_draft = passages_per_draft
         self._embedder = embedder
         self._drafter = Drafter(
             models=drafters, max_tokens=max_answer_tokens, instructions=instructions
@@ -361,7 +356,7 @@ class _Work:
         """Take a draft in as it lands."""
         self.drafts.append(draft)
         self.stages["draft"] = draft.arrived
-        self.steps.append(_usage_of_draft(draft))
+        self.steps.append(_step("draft", "drafter", draft.index, draft))
         if isinstance(draft, Draft):
             self.note(*draft.notes)
         self.emit(DraftEvent(draft=draft))
@@ -371,7 +366,7 @@ class _Work:
         score = replace(score, arrived=self.clock.elapsed)
         self.scores.append(score)
         if score.attempts:
-            self.steps.append(_usage_of_score(score))
+            self.steps.append(_step("verify", "verifier", score.draft, score))
         self.emit(ScoreEvent(score=score))
 
     @property
@@ -461,29 +456,18 @@ class _Tasks:
             task.result()
 
 
-def _usage_of_draft(draft: Draft | FailedDraft) -> StepUsage:
+def _step(
+    kind: StepKind, role: ModelRole, index: int, cost: Draft | FailedDraft | Score
+) -> StepUsage:
     return StepUsage(
-        kind="draft",
-        index=draft.index,
-        role="drafter",
-        model=draft.model,
-        seconds=draft.seconds,
-        arrived=draft.arrived,
-        count=draft.count,
-        attempts=draft.attempts,
-    )
-
-
-def _usage_of_score(score: Score) -> StepUsage:
-    return StepUsage(
-        kind="verify",
-        index=score.draft,
-        role="verifier",
-        model=score.model,
-        seconds=score.seconds,
-        arrived=score.arrived,
-        count=score.count,
-        attempts=score.attempts,
+        kind=kind,
+        index=index,
+        role=role,
+        model=cost.model,
+        seconds=cost.seconds,
+        arrived=cost.arrived,
+        count=cost.count,
+        attempts=cost.attempts,
     )
 
 
@@ -505,15 +489,3 @@ def _models(name: str, given: ChatModel | Sequence[ChatModel]) -> tuple[ChatMode
                 f"{type(model).__name__}; write Endpoint(base_url, model)"
             )
     return models
-
-
-def _check_kind(
-    name: str, value: object, *, kind: type = object, method: str | None = None
-) -> None:
-    """Refuse an option that is neither None nor of its kind, before any question."""
-    if value is None:
-        return
-    if not isinstance(value, kind):
-        raise ConfigurationError(f"{name} must be a {kind.__name__}, not {value!r}")
-    if method and (isinstance(value, type) or not callable(getattr(value, method, None))):
-        raise ConfigurationError(f"{name} must be an object with {method}(), not {value!r}")

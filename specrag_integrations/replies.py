@@ -12,14 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specrag_integrations.errors import MalformedReplyError
-from specrag_integrations.models import Capabilities, ChatReply, ChatRequest, Token, TokenCount
+from specrag_integrations.models import (
+    LOGPROB_FLOOR,
+    Capabilities,
+    ChatReply,
+    ChatRequest,
+    Token,
+    TokenCount,
+)
 
 Json = dict[str, Any]
 
 _ROUNDING = 1e-3
 """How far above 0 a log-probability may be by rounding; beyond, it is something else."""
-_LOGPROB_FLOOR = -100.0
-"""Servers write -9999 or -inf for "never"; one such token must not drown a mean."""
 _CUT_PROMPT_RATIO = 10
 """Characters per prompt token beyond which the server must have cut the prompt (usual: 3-5)."""
 
@@ -76,7 +81,7 @@ def _read_tokens(logprobs: object) -> tuple[Token, ...] | None:
     usable = [token for token in tokens if token is not None]
     if not usable or len(usable) != len(tokens):
         return None
-    if all(token.logprob <= _LOGPROB_FLOOR for token in usable):
+    if all(token.logprob <= LOGPROB_FLOOR for token in usable):
         return None  # a server that fills the array without computing anything
     return tuple(usable)
 
@@ -127,7 +132,7 @@ def _logprob(value: object) -> float | None:
     """Return a usable log-probability in nats, floored; None for what is none."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         return None
-    return None if value > _ROUNDING else min(0.0, max(float(value), _LOGPROB_FLOOR))
+    return None if value > _ROUNDING else min(0.0, max(float(value), LOGPROB_FLOOR))
 
 
 def _read_scored(data: Json, request: ChatRequest) -> tuple[Token, ...] | None:
@@ -189,7 +194,7 @@ def _cut(tokens: Sequence[Token | None], start: int, end: int) -> tuple[Token, .
                 return None
             cut.append(token)
         position += length
-    if not cut or all(token.logprob <= _LOGPROB_FLOOR for token in cut):
+    if not cut or all(token.logprob <= LOGPROB_FLOOR for token in cut):
         return None
     return tuple(cut)
 

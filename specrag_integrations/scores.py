@@ -17,7 +17,15 @@ from typing import Any, Literal, Protocol, get_args
 
 from specrag_integrations.drafts import Draft
 from specrag_integrations.errors import ConfigurationError, EndpointError
-from specrag_integrations.models import ChatModel, ChatReply, ChatRequest, Step, Token, TokenCount
+from specrag_integrations.models import (
+    LOGPROB_FLOOR,
+    ChatModel,
+    ChatReply,
+    ChatRequest,
+    Step,
+    Token,
+    TokenCount,
+)
 from specrag_integrations.prompts import check_messages
 
 log = logging.getLogger("specrag_integrations")
@@ -26,8 +34,6 @@ TierName = Literal["reflection", "draft_only"]
 
 _ALTERNATIVES = 20
 """The most most servers return; enough for every spelling of Yes and No that matters."""
-_FLOOR = -100.0
-"""Stands for the -9999 and the -inf of servers: e^-100 is as good as never, and has a logarithm."""
 _STRIKES = 3
 """Consecutive questions that found a tier impossible before it is given up."""
 
@@ -273,7 +279,7 @@ def read_labels(token: Token) -> Judged | None:
     """
     # The written token itself is not always listed, and some servers list it twice.
     listed = [
-        (text, max(logprob, _FLOOR))
+        (text, max(logprob, LOGPROB_FLOOR))
         for text, logprob in dict.fromkeys([*token.alternatives, (token.text, token.logprob)])
         if not math.isnan(logprob)
     ]

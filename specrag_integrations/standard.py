@@ -18,7 +18,6 @@ from specrag_integrations.citations import (
 )
 from specrag_integrations.engine import Clock, Engine
 from specrag_integrations.errors import (
-    ConfigurationError,
     ContextTooSmallError,
     EndpointError,
     MalformedReplyError,
@@ -27,6 +26,7 @@ from specrag_integrations.errors import (
 )
 from specrag_integrations.events import DeltaEvent, Emit, PassagesEvent
 from specrag_integrations.models import ChatModel, ChatReply, ChatRequest, Message, Step
+from specrag_integrations.options import checked_whole
 from specrag_integrations.passages import Passage, Usable
 from specrag_integrations.prompts import answer_messages
 from specrag_integrations.spans import without_thinking
@@ -77,12 +77,10 @@ class StandardRAG(Engine):
         deadline: float | None = None,
     ) -> None:
         super().__init__(models=[model], deadline=deadline)
-        if max_tokens < 1:
-            raise ConfigurationError(f"max_tokens={max_tokens} must be at least 1")
         self.model = model
         self._instructions = instructions
         self._template = template
-        self._max_tokens = max_tokens
+        self._max_tokens = checked_whole("max_tokens", max_tokens)
 
     async def _run(
         self,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specrag_integrations.errors import ConfigurationError
+from specrag_integrations.options import checked_whole
 from specrag_integrations.passages import Passage
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ Embedder = Callable[[Sequence[str], str], "ArrayLike | Awaitable[ArrayLike]"]
 Ranks = tuple[int, ...]
 """Places in the list of passages, 0 being the top-ranked one, in ascending order."""
 
-_KMEANS_STARTS = 4  # 1.7 ms on ten passages; 1 start clusters worse, 10 cost 4 ms for 0.6 %
+_KMEANS_STARTS = 4  # 1 clusters worse, 10 cost twice the time for little: benchmarks/kmeans.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,7 @@ class MultiPerspective:
     needs_vectors = True
 
     def __post_init__(self) -> None:
-        _whole("anchor", self.anchor, at_least=0)
+        checked_whole("anchor", self.anchor, at_least=0)
 
     def check(self, *, num_drafts: int, passages_per_draft: int) -> None:
         """Refuse an anchor that leaves nothing to vary between several drafts."""
@@ -111,8 +112,17 @@ class MultiPerspective:
         return [tuple(sorted([*anchored, *(rest[place] for place in places)])) for places in drawn]
 
 
+class _AnyNumbers:
+    """A partitioner that works with any numbers."""
+
+    __slots__ = ()
+
+    def check(self, *, num_drafts: int, passages_per_draft: int) -> None:
+        """Accept everything."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ByCluster:
+class ByCluster(_AnyNumbers):
     """A whole cluster for each draft, so `num_drafts` clusters; their sizes vary.
 
     The paper measured this to lose 2 points against one passage of each cluster (its table 3); it
@@ -121,9 +131,6 @@ class ByCluster:
 
     seed: int = 0
     needs_vectors = True
-
-    def check(self, *, num_drafts: int, passages_per_draft: int) -> None:
-        """Accept everything: the cluster sizes are what they are."""
 
     def partition(
         self,
@@ -140,13 +147,10 @@ class ByCluster:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disjoint:
+class Disjoint(_AnyNumbers):
     """Subsets that share no passage, so that one poisoned passage reaches one draft only."""
 
     needs_vectors = False
-
-    def check(self, *, num_drafts: int, passages_per_draft: int) -> None:
-        """Accept everything."""
 
     def partition(
         self,
@@ -163,14 +167,11 @@ class Disjoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankStratified:
+class RankStratified(_AnyNumbers):
     """One passage of each of `passages_per_draft` bands of the ranking."""
 
     seed: int = 0
     needs_vectors = False
-
-    def check(self, *, num_drafts: int, passages_per_draft: int) -> None:
-        """Accept everything."""
 
     def partition(
         self,
@@ -186,14 +187,11 @@ class RankStratified:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Random:
+class Random(_AnyNumbers):
     """Unique random subsets: the paper's ablation, and a baseline for the others."""
 
     seed: int = 0
     needs_vectors = False
-
-    def check(self, *, num_drafts: int, passages_per_draft: int) -> None:
-        """Accept everything."""
 
     def partition(
         self,
@@ -395,8 +393,3 @@ def _checked(
             f"non-empty subsets of the ranks 0 to {count - 1}; got {found!r}"
         )
     return ranks
-
-
-def _whole(name: str, value: int, *, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ConfigurationError(f"{name}={value!r} must be a whole number of at least {at_least}")

@@ -7,10 +7,10 @@ from types import TracebackType
 from typing import Self, TypedDict
 
 from specrag_integrations.endpoint import Endpoint
-from specrag_integrations.errors import ConfigurationError
 from specrag_integrations.local import DRAFTER, VERIFIER
 from specrag_integrations.local.server import LlamaServer
 from specrag_integrations.local.weights import StrPath, is_known, resolve
+from specrag_integrations.options import checked_whole
 
 _VERIFIER_SLOTS = 2
 _REQUEST_SECONDS = 600.0  # a full context takes a small machine minutes
@@ -57,8 +57,8 @@ class EmbeddedPair:
     ) -> None:
         numbers = {"num_drafts": num_drafts, "context_tokens": context_tokens, "threads": threads}
         for name, number in numbers.items():
-            if number is not None and number < 1:
-                raise ConfigurationError(f"{name} must be at least 1, not {number}")
+            if number is not None:
+                checked_whole(name, number)
         for model in (drafter, verifier):
             is_known(model, registry=registry)
         self._models = {"drafter": drafter, "verifier": verifier}

@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import IO, Any, Self, cast
 
 from specrag_integrations.errors import (
-    ConfigurationError,
     EndpointUnavailableError,
     MissingDependencyError,
 )
 from specrag_integrations.local.weights import StrPath, check_gguf
+from specrag_integrations.options import checked_whole
 
 _CHILD = Path(__file__).with_name("child.py")
 _PROMPT_CACHE_MIB = 256  # llama.cpp's own default is 8 GiB
@@ -60,8 +60,8 @@ class LlamaServer:
     ) -> None:
         numbers = {"slots": slots, "context_tokens": context_tokens, "threads": threads}
         for name, number in numbers.items():
-            if number is not None and number < 1:
-                raise ConfigurationError(f"{name} must be at least 1, not {number}")
+            if number is not None:
+                checked_whole(name, number)
         self.path = Path(path)
         check_gguf(self.path)
         self.slots = slots

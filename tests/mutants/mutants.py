@@ -168,7 +168,7 @@ MUTANTS = [
         "share = (yes or bound) / ((yes or bound) + (no or bound))",
         "share = min(1.0, yes or bound)",
     ),
-    mutant("-inf is no special case", OWN, SCORES, "max(logprob, _FLOOR)", "logprob"),
+    mutant("-inf is no special case", OWN, SCORES, "max(logprob, LOGPROB_FLOOR)", "logprob"),
     mutant(
         "NaN among the alternatives is added",
         OWN,
@@ -696,14 +696,14 @@ MUTANTS = [
         "one filler of -9999 drowns a mean",
         OWN,
         "replies: replies",
-        "max(float(value), _LOGPROB_FLOOR)",
+        "max(float(value), LOGPROB_FLOOR)",
         "float(value)",
     ),
     mutant(
         "an array of nothing but fillers is believed",
         OWN,
         "replies: replies",
-        "    if all(token.logprob <= _LOGPROB_FLOOR for token in usable):",
+        "    if all(token.logprob <= LOGPROB_FLOOR for token in usable):",
         "    if False:",
     ),
     mutant(
