@@ -11,13 +11,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specrag_integrations.answers import Answer, Dissent, Price, Trace, Usage
+    from specrag_integrations.answers import Answer, Dissent, Refinement, Trace
     from specrag_integrations.drafts import Draft, FailedDraft
     from specrag_integrations.endpoint import Endpoint
     from specrag_integrations.errors import (
         ConfigurationError,
         EndpointError,
         InputError,
+        LogprobsUnavailableError,
         NoAnswerError,
         NoAnswerReason,
         SpecRAGError,
@@ -27,7 +28,14 @@ if TYPE_CHECKING:
     from specrag_integrations.passages import Passage
     from specrag_integrations.pipeline import SpeculativeRAG
     from specrag_integrations.scores import Score, Scoring
-    from specrag_integrations.selection import BestScore, FallbackReason, Selection
+    from specrag_integrations.selection import (
+        AnswerVote,
+        BestScore,
+        FallbackReason,
+        Listwise,
+        Selection,
+        SinglePrompt,
+    )
     from specrag_integrations.standard import StandardRAG
     from specrag_integrations.subsets import (
         ByCluster,
@@ -37,15 +45,18 @@ if TYPE_CHECKING:
         RankStratified,
         Subset,
     )
+    from specrag_integrations.usage import Price, Usage
+    from specrag_integrations.verifier import Verifier
 
 _HOME = {
-    "answers": ("Answer", "Dissent", "Price", "Trace", "Usage"),
+    "answers": ("Answer", "Dissent", "Refinement", "Trace"),
     "drafts": ("Draft", "FailedDraft"),
     "endpoint": ("Endpoint",),
     "errors": (
         "ConfigurationError",
         "EndpointError",
         "InputError",
+        "LogprobsUnavailableError",
         "NoAnswerError",
         "NoAnswerReason",
         "SpecRAGError",
@@ -55,7 +66,14 @@ _HOME = {
     "passages": ("Passage",),
     "pipeline": ("SpeculativeRAG",),
     "scores": ("Score", "Scoring"),
-    "selection": ("BestScore", "FallbackReason", "Selection"),
+    "selection": (
+        "AnswerVote",
+        "BestScore",
+        "FallbackReason",
+        "Listwise",
+        "Selection",
+        "SinglePrompt",
+    ),
     "standard": ("StandardRAG",),
     "subsets": (
         "ByCluster",
@@ -65,11 +83,14 @@ _HOME = {
         "RankStratified",
         "Subset",
     ),
+    "usage": ("Price", "Usage"),
+    "verifier": ("Verifier",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "Answer",
+    "AnswerVote",
     "BestScore",
     "ByCluster",
     "ChatModel",
@@ -83,6 +104,8 @@ __all__ = [
     "FailedDraft",
     "FallbackReason",
     "InputError",
+    "Listwise",
+    "LogprobsUnavailableError",
     "Message",
     "MultiPerspective",
     "NoAnswerError",
@@ -91,15 +114,18 @@ __all__ = [
     "Price",
     "Random",
     "RankStratified",
+    "Refinement",
     "Score",
     "Scoring",
     "Selection",
+    "SinglePrompt",
     "SpecRAGError",
     "SpeculativeRAG",
     "StandardRAG",
     "Subset",
     "Trace",
     "Usage",
+    "Verifier",
 ]
 
 

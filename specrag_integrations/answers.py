@@ -4,109 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from specrag_integrations.citations import normal_answer
 from specrag_integrations.drafts import Draft, FailedDraft
-from specrag_integrations.models import StepKind, TokenCount
 from specrag_integrations.passages import Passage
 from specrag_integrations.scores import Score, TierName
 from specrag_integrations.selection import FallbackReason, Selection
 from specrag_integrations.subsets import Subset
-
-ModelRole = Literal["drafter", "verifier"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Price:
-    """What a model's tokens cost, in any currency per million tokens."""
-
-    input: float
-    output: float
+from specrag_integrations.usage import Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepUsage:
-    """What one request to a model took."""
+class Refinement:
+    """What the verifier made of the winning draft's answer."""
 
-    kind: StepKind
-    index: int
-    role: ModelRole
-    model: str | None
-    seconds: float
-    """From sending to the last byte, queueing and retries included."""
-    arrived: float
-    """Seconds from the question to the end of this step."""
-    count: TokenCount
-    attempts: int
-    """HTTP requests sent."""
+    before: str = field(repr=False)
+    after: str = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able form."""
-        return {
-            "kind": self.kind,
-            "index": self.index,
-            "role": self.role,
-            "model": self.model,
-            "seconds": self.seconds,
-            "arrived": self.arrived,
-            "prompt_tokens": self.count.prompt,
-            "completion_tokens": self.count.completion,
-            "cached_tokens": self.count.cached,
-            "attempts": self.attempts,
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Seconds and tokens of a question, step by step."""
-
-    steps: tuple[StepUsage, ...] = ()
-
-    @property
-    def requests(self) -> int:
-        """Generating HTTP requests, retries included; those cut off by a deadline are not known."""
-        return sum(step.attempts for step in self.steps)
-
-    def tokens(self, role: ModelRole) -> TokenCount:
-        """Add up one role's tokens as the servers counted them; what none counted is None."""
-        counts = [step.count for step in self.steps if step.role == role]
-        return TokenCount(
-            prompt=_total([count.prompt for count in counts]),
-            completion=_total([count.completion for count in counts]),
-            cached=_total([count.cached for count in counts]),
-        )
-
-    def cost(self, prices: Mapping[ModelRole, Price]) -> float | None:
-        """Return what the counted tokens cost; None where no server counted any.
-
-        Raises:
-            KeyError: a role that was used has no price.
-        """
-        counted = [s for s in self.steps if s.count.prompt or s.count.completion]
-        if self.steps and not counted:
-            return None
-        return sum(
-            (step.count.prompt or 0) * prices[step.role].input / 1e6
-            + (step.count.completion or 0) * prices[step.role].output / 1e6
-            for step in counted
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-able form with the totals by role."""
-        totals = {}
-        for role in ("drafter", "verifier"):
-            count = self.tokens(role)
-            totals[role] = {
-                "prompt_tokens": count.prompt,
-                "completion_tokens": count.completion,
-                "cached_tokens": count.cached,
-            }
-        return {
-            "requests": self.requests,
-            **totals,
-            "steps": [step.to_dict() for step in self.steps],
-        }
+        return {"before": self.before, "after": self.after}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +37,14 @@ class Trace:
     drafts: tuple[Draft | FailedDraft, ...] = field(default=(), repr=False)
     scores: tuple[Score, ...] = field(default=(), repr=False)
     """In order of arrival; a question that descended a tier has scores of both."""
+    refinement: Refinement | None = None
+    """Both texts, where the answer is not the draft's own."""
     notes: tuple[str, ...] = ()
     """What was dropped, degraded, cut or late."""
     deadline_hit: bool = False
     stages: Mapping[str, float] = field(default_factory=dict)
-    """Seconds each stage ended after the question: partition, draft, verify, fallback."""
+    """Seconds each stage ended after the question: partition, draft, verify, select, refine,
+    fallback."""
     seconds: float = 0.0
     """The whole question."""
     first_token: float | None = None
@@ -136,6 +57,7 @@ class Trace:
             "subsets": [list(subset.ranks) for subset in self.subsets],
             "drafts": [draft.to_dict() for draft in self.drafts],
             "scores": [score.to_dict() for score in self.scores],
+            "refinement": self.refinement.to_dict() if self.refinement else None,
             "notes": list(self.notes),
             "deadline_hit": self.deadline_hit,
             "stages": dict(self.stages),
@@ -187,7 +109,7 @@ class Answer:
     """None where standard RAG was asked directly."""
     fallback_reason: FallbackReason | None = None
     tier: TierName | None = None
-    """The tier the drafts were compared at."""
+    """The tier the drafts were compared at; None where no draft was scored."""
     trace: Trace = field(repr=False)
     usage: Usage = field(default_factory=Usage, repr=False)
 
@@ -240,8 +162,3 @@ def _dissent(group: Sequence[Draft], values: Mapping[int, float | None]) -> Diss
 
 def _or_lowest(value: float | None) -> float:
     return float("-inf") if value is None else value
-
-
-def _total(counts: Sequence[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) if known else None

@@ -1,4 +1,4 @@
-"""The command line: `specrag demo`, `specrag ask` and `specrag models`.
+"""The command line: `specrag demo`, `ask`, `doctor` and `models`.
 
 Everything heavy is imported inside the commands, so that `specrag --help` answers at once.
 """
@@ -433,6 +433,48 @@ def _some(passages: Sequence[Passage]) -> list[Passage]:
             "there are no passages to answer from", reason=NoAnswerReason.NO_PASSAGES
         )
     return list(passages)
+
+
+# -------------------------------------------------------------------- doctor
+
+
+@specrag.command(epilog=_KEYS)
+@click.option(
+    "--passages", type=click.IntRange(min=1), metavar="N", help="Passages of a question.  [10]"
+)
+@click.option(
+    "--tokens", type=click.IntRange(min=1), metavar="T", help="Tokens of a passage.  [200]"
+)
+@_model_options
+@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
+def doctor(*, passages: int | None, tokens: int | None, as_json: bool, models: _Models) -> None:
+    """Try out two endpoints, and predict what Speculative RAG takes with them.
+
+    Shown are each server's kind, the tiers that work with the evidence, its rates, and what they
+    mean for a question: with how many drafts it is how much faster than standard RAG, or that it is
+    not. It sends a few dozen short requests. The models run on this machine (llama.cpp) unless URLs
+    are given; one URL alone serves both roles.
+    """
+    from specrag_integrations import display
+    from specrag_integrations.doctor import PASSAGES, TOKENS, diagnose
+    from specrag_integrations.pipeline import NUM_DRAFTS
+
+    with (
+        display.watching(display.console(stderr=True)) as watch,
+        _serving(models, NUM_DRAFTS, watch) as roles,
+    ):
+        found = diagnose(
+            **roles,
+            passages=passages or PASSAGES,
+            tokens=tokens or TOKENS,
+            shared=models.embedded,
+            say=watch.say,
+        )
+    if as_json:
+        ascii_only = not (sys.stdout.encoding or "").lower().startswith("utf")
+        click.echo(json.dumps(found.to_dict(), ensure_ascii=ascii_only, indent=2))
+    else:
+        display.show_diagnosis(display.console(), found)
 
 
 # -------------------------------------------------------------------- models

@@ -6,7 +6,13 @@ import logging
 import re
 from dataclasses import dataclass, field
 
-from specrag_integrations.errors import ContextTooSmallError, EndpointError, EndpointRejectedError
+from specrag_integrations.errors import (
+    ContextTooSmallError,
+    EndpointError,
+    EndpointRejectedError,
+    LogprobsUnavailableError,
+)
+from specrag_integrations.failures import NOT_JSON
 from specrag_integrations.replies import Json
 
 log = logging.getLogger("specrag_integrations")
@@ -29,10 +35,18 @@ class Dialect:
         What was sent decides, not what is known by now: of several requests under way, each is
         refused and each is worth sending again.
         """
-        if not isinstance(error, EndpointRejectedError) or isinstance(error, ContextTooSmallError):
+        refused = isinstance(error, EndpointRejectedError | LogprobsUnavailableError)
+        if not refused or isinstance(error, ContextTooSmallError):
             return False
+        unknown = {name for name in _OPTIONAL if name in sent and _names(said, name)}
+        if unknown:
+            self.refused |= unknown
+            return True
         if "max_completion_tokens" in said and "max_tokens" in sent:
             self.max_tokens_field = "max_completion_tokens"
+            return True
+        if NOT_JSON.search(said) and (sent.get("top_logprobs") or 0) > _FEWER_ALTERNATIVES:
+            self.most_alternatives = _FEWER_ALTERNATIVES  # the infinite ones may be further down
             return True
         if "logprobs" in said and "logprobs" in sent:
             allowed = _allowed_alternatives(said, sent.get("top_logprobs") or 0)
@@ -40,13 +54,24 @@ class Dialect:
                 self.most_alternatives = min(allowed, self.most_alternatives)
             elif "logprobs" not in self.refused:
                 self.refused |= {"logprobs", "top_logprobs"}
-                log.warning("%s refuses log-probabilities: %s", error.endpoint, said)
+                log.info("%s refuses log-probabilities: %s", error.endpoint, said)
             return True
-        for name in ("stream_options", "temperature"):
-            if name in said and name in sent:
-                self.refused.add(name)
-                return True
         return False
+
+
+_OPTIONAL = (
+    "prompt_logprobs",
+    "return_token_ids",
+    "logprob_token_ids",
+    "chat_template_kwargs",
+    "stream_options",
+    "temperature",
+)
+"""Fields a request can do without."""
+
+
+def _names(said: str, name: str) -> bool:
+    return re.search(rf"\b{name}\b", said) is not None
 
 
 _LIMIT = re.compile(

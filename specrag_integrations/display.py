@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -18,22 +19,33 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from specrag_integrations.answers import Answer, ModelRole
+from specrag_integrations.answers import Answer
 from specrag_integrations.citations import normal_answer
+from specrag_integrations.costs import WORTH_IT, Forecast, in_seconds
 from specrag_integrations.drafts import Draft, FailedDraft
 from specrag_integrations.events import Event
 from specrag_integrations.local.weights import Weights
 from specrag_integrations.passages import Passage
 from specrag_integrations.scores import Score
 from specrag_integrations.subsets import Subset
+from specrag_integrations.usage import ModelRole
+
+if TYPE_CHECKING:  # only the doctor needs what it imports
+    from specrag_integrations.doctor import Checkup, Diagnosis
+    from specrag_integrations.tiers import Trial
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _SHORT = 160
 _SAME_TIME = 1.05
 """Below this ratio two times are called the same."""
+_CHECK = "the verifier's log P(Yes) to whether the answer is the correct one"
 _TIERS = {
-    "reflection": "the verifier's log P(Yes) to whether the answer is the correct one",
-    "draft_only": "the drafter's own log-probabilities, the weakest evidence",
+    "prompt_logprobs": _CHECK,
+    "forced_decoding": _CHECK,
+    "reflection": _CHECK,
+    "choice": "the verifier's pick, the same in two orders",
+    "draft_only": "the drafter's own log-probabilities, weak evidence",
+    "agreement": "the share of drafts with this answer, the weakest evidence",
 }
 _NONE = "-"
 
@@ -177,8 +189,10 @@ def _trust(answer: Answer) -> str:
         return "the passages do not tell"
     if answer.fallback_reason is not None:
         return f"no draft was selected ({answer.fallback_reason}); standard RAG answered"
-    if answer.tier is None or answer.selection is None:
+    if answer.selection is None:
         return "standard RAG scores nothing"
+    if answer.tier is None:
+        return f"selected by {answer.selection.selector}, which scores no draft by itself"
     score = next(
         s
         for s in answer.trace.scores
@@ -201,6 +215,8 @@ def _stages(answer: Answer) -> dict[str, float]:
         "partition": "partition",
         "draft": "drafts",
         "verify": "verification after the last draft",
+        "select": "selection",
+        "refine": "refinement",
         "fallback": "standard RAG",
         "answer": "standard RAG",
     }
@@ -243,8 +259,12 @@ def _number(value: float | None) -> str:
 def _score(score: Score) -> str:
     if score.value is None:
         return f"{_NONE} ({one_line(score.missing or 'not scored', 60)})"
-    share = f" = P(Yes) {math.exp(score.value):.0%}" if score.tier == "reflection" else ""
+    share = f" = P(Yes) {math.exp(score.value):.0%}" if _is_p_yes(score) else ""
     return f"{score.value:.2f}{share}"
+
+
+def _is_p_yes(score: Score) -> bool:
+    return score.value is not None and score.terms.get("reflection") == score.value
 
 
 # -------------------------------------------------------------------- the demonstration
@@ -317,9 +337,7 @@ def show_drafts(out: Console, answer: Answer) -> None:
     out.print(
         _text(
             "log p: mean log-probability per token, by the drafter, of the answer and of the "
-            "rationale. score: the verifier's log P(Yes), which decides."
-            if answer.tier == "reflection"
-            else "log p: mean log-probability per token, by the drafter; the score is their mean.",
+            f"rationale. score: {_TIERS.get(answer.tier or '', 'none')}.",
             "dim",
         )
     )
@@ -338,7 +356,7 @@ def _draft_cells(
         return told, logprobs, "abstained"
     if score is None or score.value is None:
         return told, logprobs, "not scored"
-    share = f"\nYes {math.exp(score.value):.0%}" if score.tier == "reflection" else ""
+    share = f"\nYes {math.exp(score.value):.0%}" if _is_p_yes(score) else ""
     return told, logprobs, Text(f"{score.value:.2f}{share}", "bold green" if won else "")
 
 
@@ -460,3 +478,95 @@ def show_weights(out: Console, weights: Sequence[tuple[Weights, bool]]) -> None:
         state = "cached" if cached else "not cached"
         out.print(_text(one.name, "bold"), f"{size}, {one.licence}, {state}", sep="  ")
         out.print(f"  official: {one.repository}, {one.file}", style="dim", soft_wrap=True)
+
+
+# -------------------------------------------------------------------- the doctor
+
+
+def show_diagnosis(out: Console, diagnosis: Diagnosis) -> None:
+    """Print what both endpoints are and take, what is predicted from it, and the verdict."""
+    _heading(out, "1  Measured")
+    both = {"drafter": diagnosis.drafter, "verifier": diagnosis.verifier}
+    if diagnosis.drafter is diagnosis.verifier:
+        both = {"both roles": diagnosis.verifier}
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
+    table.add_column("", no_wrap=True)
+    for role in both:
+        table.add_column(role, ratio=1, overflow="fold")
+    cells = [_checkup_cells(one, drafts=role != "verifier") for role, one in both.items()]
+    for name in cells[-1]:
+        table.add_row(name, *(_text(found.get(name, _NONE)) for found in cells))
+    out.print(table)
+    facts = _facts()
+    for role, one in both.items():
+        for note in one.notes:
+            facts.add_row("Note", _text(f"{role}: {one_line(note, 3 * _SHORT)}", "yellow"))
+    for note in diagnosis.notes:
+        facts.add_row("Note", _text(note, "yellow"))
+    if facts.row_count:
+        out.print(facts)
+    if diagnosis.forecast is not None:
+        _show_forecast(out, diagnosis.forecast)
+    show_closing(out, diagnosis.verdict)
+    out.print(_text(diagnosis.caveat, "dim"))
+
+
+def _checkup_cells(one: Checkup, *, drafts: bool) -> dict[str, str]:
+    """Return what is told of an endpoint, by row."""
+    cells = {
+        "address": one.url,
+        "model": one.model,
+        "server": " ".join([one.server or "unknown", one.version or ""]).strip(),
+        "context": _NONE if one.context_tokens is None else f"{one.context_tokens:,} tokens",
+    }
+    for trial in one.tiers:
+        cells[f"tier {trial.tier}"] = _trial(trial)
+    cells["tier draft_only"] = _trial(one.drafts) if drafts and one.drafts else _NONE
+    cells["prefix cache"] = _NONE
+    if one.cache is not None:
+        cells["prefix cache"] = f"{'seen' if one.cache.seen else 'not seen'} ({one.cache.evidence})"
+    cells["prefill"] = _rate(one.prefill)
+    cells["decode"] = _rate(one.decode)
+    cells["overhead"] = _NONE if one.overhead is None else f"{_ms(one.overhead)} a request"
+    cells["4 at once"] = _NONE if one.speed_up is None else f"{one.speed_up:.1f}x one at a time"
+    cells["measured in"] = in_seconds(one.seconds)
+    return cells
+
+
+def _trial(trial: Trial) -> str:
+    return f"{'yes' if trial.works else 'no'} ({one_line(trial.evidence, _SHORT)})"
+
+
+def _rate(rate: float | None) -> str:
+    return _NONE if rate is None else f"{rate:,.0f} tokens/s"
+
+
+def _show_forecast(out: Console, found: Forecast) -> None:
+    load = found.load
+    _heading(out, f"2  Predicted: {load.passages} passages of {load.tokens} tokens")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
+    table.add_column("", no_wrap=True)
+    for name in ("read", "write", "verify *", "total", "requests", "faster by"):
+        table.add_column(name, justify="right", no_wrap=True)
+    standard = found.standard
+    seconds = [standard.read, standard.write, None, standard.seconds]
+    table.add_row("standard RAG", *(_NONE if s is None else in_seconds(s) for s in seconds), "1")
+    for option in found.options:
+        chosen = option is found.speculative and found.ratio >= WORTH_IT
+        seconds = [option.read, option.write, option.verify, option.seconds]
+        table.add_row(
+            f"m = {option.num_drafts}",
+            *(in_seconds(s) for s in seconds if s is not None),
+            str(sum(option.requests.values())),
+            f"{found.ratio_of(option):.2f}x",
+            style="bold" if chosen else None,
+        )
+    out.print(table)
+    hardware = "the same hardware" if found.servers.shared else "hardware of their own"
+    out.print(
+        _text(
+            f"m drafts, each of {load.per_draft} passages; tier {found.tier}; drafter and verifier "
+            f"taken to run on {hardware}. * what verification adds after the last draft.",
+            "dim",
+        )
+    )

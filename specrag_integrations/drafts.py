@@ -21,6 +21,7 @@ from specrag_integrations.models import (
     ChatRequest,
     Message,
     Step,
+    Token,
     TokenCount,
 )
 from specrag_integrations.passages import Passage
@@ -188,6 +189,7 @@ def _from_reply(reply: ChatReply, subset: Subset, name: str, arrived: float) -> 
     if _is_copied(answer, subset):
         raise DraftFormatError("the answer is copied from the prompt's example", text=reply.text)
     cited = cited_numbers(f"{rationale} {answer}", len(subset.passages))
+    tokens, notes = _whole_tokens(reply, subset)
     return Draft(
         rationale=without_dead_citations(rationale, len(subset.passages)),
         answer=without_dead_citations(answer, len(subset.passages)),
@@ -195,15 +197,30 @@ def _from_reply(reply: ChatReply, subset: Subset, name: str, arrived: float) -> 
         citations=cited,
         abstained=is_abstention(answer),
         truncated=truncated,
-        rationale_logprob=span_logprob(reply.tokens, reply.text, spans.rationale),
-        answer_logprob=span_logprob(reply.tokens, reply.text, spans.answer),
+        rationale_logprob=span_logprob(tokens, reply.text, spans.rationale),
+        answer_logprob=span_logprob(tokens, reply.text, spans.answer),
         model=reply.model or name,
         count=reply.count,
         seconds=reply.seconds,
         arrived=arrived,
         attempts=reply.attempts,
-        notes=reply.notes,
+        notes=(*reply.notes, *notes),
     )
+
+
+def _whole_tokens(
+    reply: ChatReply, subset: Subset
+) -> tuple[tuple[Token, ...] | None, tuple[str, ...]]:
+    """Return the written tokens, unless some of them came without a log-probability.
+
+    llama.cpp leaves out those that are parts of a character, and a mean over the rest would flatter
+    the draft. (The end of the turn is counted and not listed.)
+    """
+    listed, written = len(reply.tokens or ()), reply.count.completion or 0
+    if not listed or listed + 1 >= written:
+        return reply.tokens, ()
+    lost = f"{listed} of {written} written tokens have a log-probability"
+    return None, (f"draft {subset.index}: no draft terms, since {lost}",)
 
 
 def _is_copied(answer: str, subset: Subset) -> bool:
@@ -215,6 +232,4 @@ def _is_copied(answer: str, subset: Subset) -> bool:
 
 
 def _span_dict(span: SpanLogprob | None) -> dict[str, float] | None:
-    if span is None:
-        return None
-    return {"total": span.total, "mean": span.mean, "tokens": span.tokens}
+    return None if span is None else span.to_dict()

@@ -35,6 +35,7 @@ from specrag_integrations.errors import (
     EndpointRejectedError,
     EndpointTimeoutError,
     EndpointUnavailableError,
+    LogprobsUnavailableError,
     MalformedReplyError,
 )
 from specrag_integrations.failures import failure_of, words_of
@@ -54,6 +55,8 @@ from specrag_integrations.replies import (
     mapping,
     read_capabilities,
     read_reply,
+    read_scored,
+    spans_disagree,
 )
 from specrag_integrations.retries import with_retries
 
@@ -69,6 +72,32 @@ _CONNECT_SECONDS = 5.0
 _EXIT_SECONDS = 1.0
 _NO_SUCH_ROUTE = {400, 403, 404, 405}
 """Answers of a server that will never list its models; any other failure may pass."""
+_ADAPTATIONS = 8
+"""How often a trial request may be refused: it finds out what a server takes, field by field."""
+_NO_THINKING = {"enable_thinking": False, "thinking": False}
+"""The names that the chat templates of different model families have for it."""
+_TAKES_TEMPLATE_OPTIONS = {"vllm", "sglang", "llama.cpp"}
+_VERSIONS = {
+    "vllm": ("/version", "version"),
+    "llama.cpp": ("/props", "build_info"),
+    "sglang": ("/get_server_info", "version"),
+}
+"""Server: the route that tells its version, and the field."""
+_OURS_TOO = {"chat_template_kwargs"}
+"""Fields of `extra_body` that are merged with ours instead of replacing them."""
+_SAID_NO = {400, 422}
+"""Refusals of a trial request that stay; a wrong key or a model still loading may pass."""
+_STAND_INS = ("0", "Z", "#")
+"""What stands for a message's text while its place in a prompt is looked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wording:
+    """What a request's body depends on besides the request itself."""
+
+    model: str
+    label_ids: tuple[int, ...] = ()
+    forced_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -88,6 +117,8 @@ class _Connection:
     client: AsyncOpenAI
     slots: asyncio.Semaphore
     lookup: _Lookup = field(default_factory=_Lookup)
+    trying: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a trial request is under way: those who come meanwhile share the outcome."""
 
 
 class _Key:
@@ -165,6 +196,8 @@ class Endpoint:
             raise ConfigurationError(
                 f"extra_body must be a mapping, not a {type(extra_body).__name__}"
             )
+        if not isinstance((extra_body or {}).get("chat_template_kwargs", {}), Mapping):
+            raise ConfigurationError("extra_body['chat_template_kwargs'] must be a mapping")
         self.model = model
         self.request_timeout = checked_positive("request_timeout", request_timeout)
         self.max_concurrency = checked_whole("max_concurrency", max_concurrency)
@@ -178,6 +211,9 @@ class Endpoint:
         self._listed: list[Json] | None = None
         self._capabilities: Capabilities | None = None
         self._dialect = Dialect()
+        self._label_ids: dict[tuple[str, ...], tuple[int, ...]] = {}
+        self._span_check: str | None = None
+        self._trials: dict[ChatRequest, ChatReply | EndpointRejectedError] = {}
         self._connection: _Connection | None = None
         self._closing: weakref.finalize[..., Endpoint] | None = None
 
@@ -221,6 +257,18 @@ class Endpoint:
         """Ask `/v1/models` once what the server says of itself; unknown where it says nothing."""
         return await portal.hop(self._learn_capabilities())
 
+    async def probe(self, request: ChatRequest) -> ChatReply:
+        """Send a trial request, the same one only once, whoever asks.
+
+        Raises:
+            EndpointError: as `chat`; a refusal is remembered, a failure that may pass is not.
+        """
+        return await portal.hop(self._probe(request))
+
+    async def version(self) -> str | None:
+        """Return the server's version where it has a route that tells (vLLM, llama.cpp, SGLang)."""
+        return await portal.hop(self._version())
+
     async def count_tokens(self, messages: Sequence[Message]) -> int | None:
         """Return the length in tokens of the templated prompt, by the server's own tokeniser.
 
@@ -238,30 +286,143 @@ class Endpoint:
 
     # ---------------------------------------------------------------- on the portal's loop
 
-    async def _chat(self, request: ChatRequest) -> ChatReply:
+    async def _chat(self, request: ChatRequest, *, adaptations: int = 0) -> ChatReply:
         started = time.perf_counter()
-        model = await self._ready(request)
+        wording = await self._ready(request)
+
+        wanted = request
 
         async def send() -> ChatReply:
-            return read_reply(
-                await self._post_chat(request, model), request, endpoint=self.base_url
+            nonlocal wanted
+            try:
+                data = await self._post_chat(wanted, wording)
+            except LogprobsUnavailableError as error:
+                if wanted.top_logprobs is not None and not (request.labels or request.forced):
+                    # The text is worth having without them.
+                    wanted = replace(wanted, top_logprobs=None)
+                    error.retryable, error.retry_after = True, 0.0
+                raise
+            reply = read_reply(data, wanted, endpoint=self.base_url)
+            return await self._checked_span(reply, data, wanted) if reply.scored else reply
+
+        reply, sent = await with_retries(self._max_attempts, send, adaptations=adaptations)
+        return replace(reply, seconds=time.perf_counter() - started, attempts=sent)
+
+    async def _ready(self, request: ChatRequest) -> _Wording:
+        """Learn what the wording of a request depends on, the model's name first of all."""
+        try:
+            if request.labels or request.forced or not request.think:
+                await self._learn_capabilities()
+            model = await self._model_name()
+            return _Wording(
+                model=model,
+                label_ids=await self._ids_of_labels(request.labels, model),
+                forced_ids=await self._ids_of_forced(request.forced),
             )
+        except EndpointError as error:
+            error.attempts = 0  # nothing was generated yet
+            raise
 
-        reply, attempts = await with_retries(self._max_attempts, send)
-        return replace(reply, seconds=time.perf_counter() - started, attempts=attempts)
-
-    async def _ready(self, request: ChatRequest) -> str:
-        """Learn what the wording of a request depends on; return the model's name."""
-        if request.score_message is not None:
-            await self._learn_capabilities()  # only vLLM can score, and others may refuse to try
-        return await self._model_name()
-
-    async def _post_chat(self, request: ChatRequest, model: str) -> Json:
+    async def _post_chat(self, request: ChatRequest, wording: _Wording) -> Json:
         async with self._turn() as client:
-            body = self._body(request, model)
+            body = self._body(request, wording)
             with self._translated(body):
                 posted = client.post("/chat/completions", cast_to=object, body=body)
                 return await self._json(posted, body)
+
+    async def _probe(self, request: ChatRequest) -> ChatReply:
+        async with (await self._connect()).trying:
+            outcome = self._trials.get(request)
+            if outcome is None:
+                try:
+                    outcome = await self._chat(request, adaptations=_ADAPTATIONS)
+                except EndpointRejectedError as error:
+                    if error.status_code not in _SAID_NO:
+                        raise
+                    outcome = error
+                self._trials[request] = outcome
+        if isinstance(outcome, EndpointRejectedError):
+            raise copy.copy(outcome) from outcome
+        return outcome
+
+    async def _checked_span(self, reply: ChatReply, data: Json, request: ChatRequest) -> ChatReply:
+        """Believe in spans found by their text once the server's tokeniser has confirmed one."""
+        if self._span_check is None:
+            self._span_check = await self._compare_span(data, request)
+        evidence = f"{reply.scored_evidence}{self._span_check}"
+        believed = None if ", but " in self._span_check else reply.scored
+        return replace(reply, scored=believed, scored_evidence=evidence)
+
+    async def _compare_span(self, data: Json, request: ChatRequest) -> str:
+        scored, index = read_scored(data, request), request.score_message
+        assert scored is not None and index is not None  # noqa: S101, PT018 - narrows the types
+        turns = [message.to_dict() for message in request.messages]
+        changed = [*turns]
+        text = turns[index]["content"]
+        # It must not share its first or last token with the text, or it would hide that.
+        other_text = next(c for c in _STAND_INS if c not in {text[:1].upper(), text[-1:].upper()})
+        changed[index] = {**turns[index], "content": other_text}
+        try:
+            whole, other = (
+                await self._tokenized(turns, request),
+                await self._tokenized(changed, request),
+            )
+        except (EndpointError, KeyError, TypeError) as error:
+            return f" (not cross-checked: {type(error).__name__} from /tokenize)"
+        disagreement = spans_disagree(scored, whole, other)
+        return f", but {disagreement}" if disagreement else ", confirmed by /tokenize"
+
+    async def _tokenized(self, turns: Sequence[Json], request: ChatRequest) -> list[int]:
+        """Return a conversation's token ids by vLLM's tokeniser."""
+        body = {"model": await self._model_name(), "messages": turns}
+        body |= self._template_options(request)
+        tokens: list[int] = (await self._post_root("/tokenize", body))["tokens"]
+        return tokens
+
+    async def _ids_of_labels(self, labels: tuple[str, ...], model: str) -> tuple[int, ...]:
+        """Return the ids of the labels' spellings that are one token each; vLLM's only."""
+        if not labels or not self._is("vllm") or "logprob_token_ids" in self._dialect.refused:
+            return ()
+        if labels not in self._label_ids:
+            ids: dict[int, None] = {}
+            try:
+                for label in labels:
+                    for spelled in _spellings(label):
+                        body = {"model": model, "prompt": spelled, "add_special_tokens": False}
+                        tokens = (await self._post_root("/tokenize", body))["tokens"]
+                        ids |= dict.fromkeys(tokens if len(tokens) == 1 else ())
+            except (EndpointError, KeyError, TypeError) as error:
+                log.info("%s: no ids of labels: %s", self.base_url, type(error).__name__)
+                ids = {}
+            self._label_ids[labels] = tuple(ids)
+        return self._label_ids[labels]
+
+    async def _ids_of_forced(self, text: str) -> tuple[int, ...]:
+        """Return the ids of the one text that may be written; llama.cpp's only.
+
+        Raises:
+            EndpointRejectedError: the server is not known to be one that can be forced.
+            LogprobsUnavailableError: it would not tell the log-probability of all tokens.
+        """
+        if not text:
+            return ()
+        if not self._is("llama.cpp"):
+            raise EndpointRejectedError(
+                f"{self.base_url}: only llama.cpp's server can be made to write a given text",
+                endpoint=self.base_url,
+                model=self._served,
+            )
+        body = {"content": text, "add_special": False, "parse_special": False, "with_pieces": True}
+        tokens = (await self._post_root("/tokenize", body)).get("tokens") or []
+        whole: list[int] = [token["id"] for token in tokens if _is_whole(token)]
+        if len(whole) < len(tokens):
+            raise LogprobsUnavailableError(
+                f"{self.base_url}: {len(tokens) - len(whole)} of the text's {len(tokens)} tokens "
+                "are parts of a character, for which llama.cpp returns no log-probability",
+                endpoint=self.base_url,
+                model=self._served,
+            )
+        return tuple(whole)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[AsyncOpenAI]:
@@ -272,9 +433,9 @@ class Endpoint:
 
     async def _stream(self, request: ChatRequest) -> AsyncGenerator[ChatDelta, None]:
         started = time.perf_counter()
-        model = await self._ready(request)
+        wording = await self._ready(request)
         collected = Collected()
-        async with aclosing(self._chunks(request, model, collected)) as chunks:
+        async with aclosing(self._chunks(request, wording, collected)) as chunks:
             async for chunk in chunks:
                 if piece := collected.add(chunk):
                     yield ChatDelta(text=piece)
@@ -283,7 +444,7 @@ class Endpoint:
         yield ChatDelta(reply=replace(reply, seconds=seconds, attempts=collected.attempts))
 
     async def _chunks(
-        self, request: ChatRequest, model: str, collected: Collected
+        self, request: ChatRequest, wording: _Wording, collected: Collected
     ) -> AsyncGenerator[Json, None]:
         sent = {"messages": [message.to_dict() for message in request.messages]}
         async with AsyncExitStack() as held:
@@ -292,7 +453,7 @@ class Endpoint:
                 # A failed attempt keeps nothing: neither its place nor its connection.
                 async with AsyncExitStack() as opened:
                     client = await opened.enter_async_context(self._turn())
-                    chunks = await self._open_stream(client, request, model)
+                    chunks = await self._open_stream(client, request, wording)
                     opened.push_async_callback(chunks.close)
                     first = await self._next_chunk(chunks, sent)
                     if first is None:
@@ -316,11 +477,11 @@ class Endpoint:
                 raise
 
     async def _open_stream(
-        self, client: AsyncOpenAI, request: ChatRequest, model: str
+        self, client: AsyncOpenAI, request: ChatRequest, wording: _Wording
     ) -> Any:  # AsyncStream[object]; its class is only importable with openai itself
         from openai import AsyncStream
 
-        body = self._body(request, model) | {"stream": True}
+        body = self._body(request, wording) | {"stream": True}
         if "stream_options" not in self._dialect.refused:
             body["stream_options"] = {"include_usage": True}
         # llama.cpp closes the socket after a stream although it announced keep-alive; a pooled
@@ -350,10 +511,10 @@ class Endpoint:
             model=self._served,
         )
 
-    def _body(self, request: ChatRequest, model: str) -> Json:
+    def _body(self, request: ChatRequest, wording: _Wording) -> Json:
         dialect = self._dialect
         body: Json = {
-            "model": model,
+            "model": wording.model,
             "messages": [message.to_dict() for message in request.messages],
             dialect.max_tokens_field: request.max_tokens,
             "temperature": request.temperature,
@@ -362,10 +523,26 @@ class Endpoint:
             # Some servers fail on logprobs without top_logprobs, so at least one is asked for.
             wanted = max(1, request.top_logprobs)
             body |= {"logprobs": True, "top_logprobs": min(wanted, dialect.most_alternatives)}
-        if request.score_message is not None and self._is("vllm"):
+        if request.score_message is not None:  # any server may be a proxy to a vLLM
             body |= {"prompt_logprobs": 0, "return_token_ids": True}
+        if wording.label_ids:
+            body["logprob_token_ids"] = list(wording.label_ids)
+        if wording.forced_ids:
+            literals = " ".join(f"<[{token}]>" for token in wording.forced_ids)
+            body["grammar"] = f"root ::= {literals}"
+            body[dialect.max_tokens_field] = len(wording.forced_ids)
+        body |= self._template_options(request)
         body = {key: value for key, value in body.items() if key not in dialect.refused}
-        return body | self._extra_body
+        own = {key: value for key, value in self._extra_body.items() if key not in _OURS_TOO}
+        return body | own
+
+    def _template_options(self, request: ChatRequest) -> Json:
+        """Return what the chat template is told; the user's own word counts more than ours."""
+        told = self._extra_body.get("chat_template_kwargs") or {}
+        server = self._capabilities.server if self._capabilities else None
+        if not request.think and server in _TAKES_TEMPLATE_OPTIONS:
+            told = _NO_THINKING | told
+        return {"chat_template_kwargs": told} if told else {}
 
     def _is(self, server: str) -> bool:
         return self._capabilities is not None and self._capabilities.server == server
@@ -431,10 +608,29 @@ class Endpoint:
 
     async def _post_root(self, path: str, body: Json) -> Json:
         """Post to a route beside `/v1`."""
-        url = self.base_url.removesuffix("/v1") + path
         async with self._turn() as client:
             with self._translated():
+                url = self._beside(path)
                 return await self._json(client.post(url, cast_to=object, body=body))
+
+    async def _get_root(self, path: str) -> Json:
+        """Get a route beside `/v1`."""
+        async with self._turn() as client:
+            with self._translated():
+                return await self._json(client.get(self._beside(path), cast_to=object))
+
+    def _beside(self, path: str) -> str:
+        return self.base_url.removesuffix("/v1") + path
+
+    async def _version(self) -> str | None:
+        server = (await self._learn_capabilities()).server
+        path, key = _VERSIONS.get(server or "", ("", ""))
+        try:
+            found = (await self._get_root(path)).get(key) if path else None
+        except EndpointError as error:
+            log.info("%s: no version: %s", self.base_url, type(error).__name__)
+            found = None
+        return found if isinstance(found, str) else None
 
     async def _json(self, response: Awaitable[object], sent: Json | None = None) -> Json:
         async with asyncio.timeout(self.request_timeout):
@@ -619,6 +815,18 @@ def _only_model(entries: list[Json], shown_url: str) -> str:
 
 
 # -------------------------------------------------------------------- small checks
+
+
+def _is_whole(token: object) -> bool:
+    """Whether a token of llama.cpp's tokeniser is text; parts of a character come as bytes."""
+    fields = mapping(token)
+    return isinstance(fields.get("piece"), str) and isinstance(fields.get("id"), int)
+
+
+def _spellings(label: str) -> tuple[str, ...]:
+    """Return how a label may be spelled as one token."""
+    words = dict.fromkeys((label, label.lower(), label.upper()))
+    return tuple(space + word for word in words for space in ("", " "))
 
 
 def _checked_key(key: object) -> str:

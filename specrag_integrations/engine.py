@@ -23,6 +23,7 @@ from specrag_integrations.errors import (
 )
 from specrag_integrations.events import AnswerEvent, Emit, Event
 from specrag_integrations.models import ChatModel, Message
+from specrag_integrations.options import checked_question
 from specrag_integrations.passages import Passage, Usable, usable_passages
 from specrag_integrations.portal import portal
 
@@ -212,19 +213,6 @@ def checked_deadline(deadline: float | None) -> float | None:
     if deadline is not None and not (number and deadline > 0):
         raise ConfigurationError(f"deadline={deadline!r} must be seconds above 0, or None")
     return deadline
-
-
-def checked_question(question: str) -> str:
-    """Return the question without white space around it.
-
-    Raises:
-        InputError: it is not a string, or empty.
-    """
-    if not isinstance(question, str):
-        raise InputError(f"the question must be a str, not {type(question).__name__}")
-    if not question.strip():
-        raise InputError("the question is empty")
-    return question.strip()
 
 
 def checked_history(history: History) -> tuple[Message, ...]:

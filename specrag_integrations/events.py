@@ -57,7 +57,7 @@ class ScoreEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectedEvent:
-    """A draft is the answer; one `delta` with its whole text follows."""
+    """A draft is the answer; one `delta` with its whole text follows, many if it is refined."""
 
     selection: Selection
     passages: tuple[Passage, ...] = field(repr=False)
@@ -90,11 +90,13 @@ class DeltaEvent:
     """A piece of the answer's text."""
 
     text: str = field(repr=False)
+    restart: bool = False
+    """The text begins anew: a refinement broke off, and the draft stands after all."""
     type: Literal["delta"] = "delta"
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able form."""
-        return {"type": self.type, "text": self.text}
+        return {"type": self.type, "text": self.text, "restart": self.restart}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

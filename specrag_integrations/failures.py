@@ -11,6 +11,7 @@ from specrag_integrations.errors import (
     EndpointError,
     EndpointRejectedError,
     EndpointUnavailableError,
+    LogprobsUnavailableError,
 )
 from specrag_integrations.replies import Json, mapping
 from specrag_integrations.retries import retry_after
@@ -28,6 +29,8 @@ def failure_of(
     kind: type[EndpointError] = EndpointRejectedError
     if status != 429 and _is_overflow(said):  # noqa: PLR2004
         kind = ContextTooSmallError
+    elif NOT_JSON.search(said):
+        kind = LogprobsUnavailableError
     elif status is None or status in {408, 409, 425, 429} or status >= 500:  # noqa: PLR2004
         kind = EndpointUnavailableError
     shown = f"HTTP {status}: " if status else ""
@@ -76,6 +79,8 @@ def _without_echo(text: str, sent: Json) -> str:
     return text[: min(places)] + "…" if places else text
 
 
+NOT_JSON = re.compile(r"not JSON compliant|float values? (?:is|are) out of range", re.IGNORECASE)
+"""What FastAPI servers answer, as 400 or 500, where a log-probability is infinite or no number."""
 _TELLING = 8
 """Characters from which a repeated piece of a prompt is no coincidence."""
 _ESCAPED = re.compile(r"""[^\x20-\x7e]|["'\\]""")

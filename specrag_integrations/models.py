@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Role = Literal["system", "user", "assistant"]
-StepKind = Literal["draft", "verify", "fallback", "refine"]
+StepKind = Literal["draft", "verify", "select", "refine", "fallback"]
 
 LOGPROB_FLOOR = -100.0
 """Servers write -9999 or -inf for "never"; one such token must not drown a mean, and e^-100 is as
@@ -68,6 +68,10 @@ class ChatRequest:
     """First tokens whose probability matters, for servers that can be asked for them by name."""
     score_message: int | None = None
     """Index of an assistant message whose tokens' log-probabilities are wanted as well."""
+    forced: str = field(default="", repr=False)
+    """The one text the model may write, for its tokens' log-probabilities; empty: any."""
+    think: bool = True
+    """False: no thinking aloud before the reply, where the model can be told so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +105,10 @@ class ChatReply:
     """The written tokens; None where the server returned none, or unusable ones."""
     scored: tuple[Token, ...] | None = None
     """The tokens of `ChatRequest.score_message`; None where the server cannot tell."""
+    scored_evidence: str = ""
+    """What came back for `scored`, such as `0 of 75 positions`."""
+    thinking: bool = False
+    """The model thought aloud first."""
     finish_reason: str | None = None
     """`stop`, `length`, or what else the server says."""
     count: TokenCount = field(default_factory=TokenCount)
@@ -131,6 +139,8 @@ class Capabilities:
     """Prompt and completion of one request together."""
     counts_tokens: bool = False
     """Whether `count_tokens` asks the server's own tokeniser."""
+    forces_text: bool = False
+    """Whether `ChatRequest.forced` can be obeyed."""
 
 
 class ChatModel(Protocol):
@@ -154,8 +164,19 @@ class ChatModel(Protocol):
         """Yield pieces of the reply; the last delta carries it whole."""
         ...
 
-    async def capabilities(self) -> Capabilities:
-        """Return what is known of the server, asking it once where it can be asked."""
+    async def capabilities(self) -> Capabilities | None:
+        """Return what the server says of itself, asked once; None for a model of an application.
+
+        None also means that no trial request may be sent: what it can do shows in its replies.
+        """
+        ...
+
+    async def probe(self, request: ChatRequest) -> ChatReply | None:
+        """Send a trial request, the same one only once; None where `capabilities` is None.
+
+        Raises:
+            EndpointError: as `chat`; a failure that may pass is not remembered.
+        """
         ...
 
     async def count_tokens(self, messages: Sequence[Message]) -> int | None:

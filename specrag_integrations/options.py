@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from specrag_integrations.errors import ConfigurationError
+from specrag_integrations.errors import ConfigurationError, InputError
 
 
 def checked_whole(name: str, value: int, *, at_least: int = 1) -> int:
@@ -42,3 +42,16 @@ def check_kind(name: str, value: object, *, kind: type = object, method: str | N
         raise ConfigurationError(f"{name} must be a {kind.__name__}, not {value!r}")
     if method and (isinstance(value, type) or not callable(getattr(value, method, None))):
         raise ConfigurationError(f"{name} must be an object with {method}(), not {value!r}")
+
+
+def checked_question(question: str) -> str:
+    """Return the question without white space around it.
+
+    Raises:
+        InputError: it is not a string, or empty.
+    """
+    if not isinstance(question, str):
+        raise InputError(f"the question must be a str, not {type(question).__name__}")
+    if not question.strip():
+        raise InputError("the question is empty")
+    return question.strip()

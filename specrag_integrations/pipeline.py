@@ -8,34 +8,46 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self, TypeVar
+from typing import Literal, get_args
 
-from specrag_integrations.answers import Answer, ModelRole, StepUsage, Trace, Usage, dissent_from
+from specrag_integrations.answers import Answer, Refinement, Trace, dissent_from
 from specrag_integrations.citations import cited_numbers, is_abstention
 from specrag_integrations.drafts import Draft, Drafter, FailedDraft
 from specrag_integrations.engine import Clock, Engine
-from specrag_integrations.errors import ConfigurationError, NoAnswerError, NoAnswerReason
+from specrag_integrations.errors import (
+    ConfigurationError,
+    EndpointError,
+    NoAnswerError,
+    NoAnswerReason,
+)
 from specrag_integrations.events import (
     DeltaEvent,
     DraftEvent,
     Emit,
+    Event,
     FallbackEvent,
     PassagesEvent,
     ScoreEvent,
     SelectedEvent,
 )
-from specrag_integrations.models import ChatModel, Message, StepKind, TokenCount
+from specrag_integrations.models import ChatModel, Message, StepKind
 from specrag_integrations.options import check_kind, checked_whole
 from specrag_integrations.passages import Passage, Usable
-from specrag_integrations.scores import Score, Scoring, Tier, Verifier
+from specrag_integrations.prompts import refine_messages
+from specrag_integrations.scores import Score, Scoring, TierName
 from specrag_integrations.selection import (
-    BestScore,
+    Candidate,
     FallbackReason,
+    Pool,
     Selection,
     Selector,
     candidates_of,
+    is_unsure,
+    nothing_usable,
+    own_selector,
     select,
 )
 from specrag_integrations.standard import StandardRAG, Template
@@ -46,10 +58,13 @@ from specrag_integrations.subsets import (
     Partitioner,
     make_subsets,
 )
+from specrag_integrations.tasks import Tasks
+from specrag_integrations.usage import ModelRole, StepUsage, Usage
+from specrag_integrations.verifier import Verification, Verifier, all_tiers
 
 log = logging.getLogger("specrag_integrations")
 
-T = TypeVar("T")
+Refine = Literal["never", "always", "when_unsure"]
 
 # The defaults, in one place: the evaluation is expected to change them.
 NUM_DRAFTS = 5
@@ -68,13 +83,17 @@ class SpeculativeRAG(Engine):
         partitioner: How subsets are chosen.
         embedder: (texts, question) -> array (n, d), sync or async, used for all passages if any
             lacks an embedding; TF-IDF without it.
-        scoring: At which tier drafts are scored; by default the best that works.
-        selector: How scored drafts are ranked; by default the highest score wins.
+        scoring: How drafts are scored; by default at the best tier that the verifier's server
+            allows.
+        selector: How one of them is selected; by default the highest score wins. The tiers `choice`
+            and `agreement` bring their own.
+        refine: `"always"` has the verifier mend the winning draft against the draft's own passages,
+            `"when_unsure"` only where a rival answer is within 0.1 nats of it.
         fallback: `"standard"`, or None to raise `NoAnswerError` where no draft can be used.
         fallback_template: The app's own prompt for the fallback.
-        max_answer_tokens: The most tokens of a draft, and of a fallback's answer.
+        max_answer_tokens: The most tokens of a draft, a refined answer, and a fallback's answer.
         deadline: Seconds a question may take. The best draft scored by then wins.
-        instructions: The app's own words, added to the draft and the fallback prompt.
+        instructions: The app's own words, added to the draft, refine and fallback prompts.
 
     Raises:
         ConfigurationError: an argument, or a combination, that can never work.
@@ -91,6 +110,7 @@ class SpeculativeRAG(Engine):
         embedder: Embedder | None = None,
         scoring: Scoring | None = None,
         selector: Selector | None = None,
+        refine: Refine = "never",
         fallback: Literal["standard"] | None = "standard",
         fallback_template: Template | None = None,
         max_answer_tokens: int = 256,
@@ -107,7 +127,11 @@ class SpeculativeRAG(Engine):
             raise ConfigurationError(f"fallback={fallback!r} must be 'standard' or None")
         self._partitioner = PARTITIONER if partitioner is None else partitioner
         check_kind("partitioner", self._partitioner, method="check")
-        check_kind("selector", selector, method="rank")
+        check_kind("selector", selector, method="select")
+        if refine not in get_args(Refine):
+            raise ConfigurationError(
+                f"refine={refine!r} must be one of {', '.join(get_args(Refine))}"
+            )
         check_kind("embedder", embedder, method="__call__")
         check_kind("fallback_template", fallback_template, method="__call__")
         check_kind("scoring", scoring, kind=Scoring)
@@ -117,12 +141,12 @@ class SpeculativeRAG(Engine):
         self._drafter = Drafter(
             models=drafters, max_tokens=max_answer_tokens, instructions=instructions
         )
-        self._verifier = Verifier(
-            verifying,
-            scoring=scoring,
-            comparable_drafts=len({id(drafter) for drafter in drafters}) == 1,
+        self._model = verifying
+        self._selector = selector
+        self._refine = refine
+        self._verifier = _verifier(
+            verifying, scoring, selector, comparable=len({id(model) for model in drafters}) == 1
         )
-        self._selector: Selector = BestScore() if selector is None else selector
         self._standard = None
         if fallback == "standard":
             self._standard = StandardRAG(
@@ -131,6 +155,7 @@ class SpeculativeRAG(Engine):
                 template=fallback_template,
                 max_tokens=max_answer_tokens,
             )
+        self._instructions, self._max_tokens = instructions, max_answer_tokens
         self.max_requests = self._most_requests(drafters, verifying)
 
     def __repr__(self) -> str:
@@ -145,8 +170,10 @@ class SpeculativeRAG(Engine):
         drafting = sum(
             drafters[index % len(drafters)].max_attempts for index in range(self._num_drafts)
         )
-        verifying = self._num_drafts * self._verifier.requests_per_draft
-        return drafting + verifier.max_attempts * (verifying + (self._standard is not None))
+        asked = self._verifier.max_requests(self._num_drafts) if self._verifier else 0
+        asked += self._selector.requests if self._selector else 0
+        asked += (self._refine != "never") + (self._standard is not None)
+        return drafting + verifier.max_attempts * asked
 
     async def _run(
         self,
@@ -157,19 +184,19 @@ class SpeculativeRAG(Engine):
         clock: Clock,
         emit: Emit,
     ) -> Answer:
-        work = _Work(
-            question=question,
-            passages=usable.passages,
-            clock=clock,
-            emit=emit,
-            tiers=self._verifier.tiers,
-        )
+        work = _Work(question=question, passages=usable.passages, clock=clock, emit=emit)
         work.note(*usable.dropped)
         await self._speculate(work, history)
-        selection = select(candidates_of(work.usable_drafts, work.current_scores), self._selector)
+        selection, candidates = await self._select(work)
         if selection.winner is not None:
-            return self._accepted(work, selection)
+            return await self._accepted(work, selection, candidates, history)
         return await self._fallen_back(work, selection, history)
+
+    async def awarmup(self) -> None:
+        """As `warmup`, without blocking the loop."""
+        await super().awarmup()
+        if self._verifier is not None:
+            await self._verifier.tiers()
 
     # ---------------------------------------------------------------- partition, draft, verify
 
@@ -177,22 +204,25 @@ class SpeculativeRAG(Engine):
         """Fill `work` with drafts and scores until all are there or the deadline has passed."""
         scope = asyncio.timeout(work.clock.left)
         try:
-            async with scope:
+            async with scope, Tasks() as tasks:
+                if self._verifier is not None:
+                    work.verification = self._verifier.begin(
+                        work.question, tasks=tasks, report=work.add_score
+                    )
                 partition = await self._partition(work)
-                try:
-                    await self._draft_and_verify(work, partition, history)
-                finally:
-                    self._verifier.remember(work.current_scores)
-                await self._descend(work)
+                await self._draft_and_verify(work, partition, history, tasks)
         except TimeoutError:
             if not scope.expired():
                 raise
             work.deadline_hit = True
             work.note(f"DEADLINE: stopped after {work.clock.elapsed:.2f} s{work.cut_off}")
-            if any(score.cannot for score in work.current_scores):
-                await self._descend(work)  # to what costs no request
+            if work.verification is not None:
+                await work.verification.finish(work.pool, free=True)
         finally:
             work.stages["verify"] = work.clock.elapsed
+            if self._verifier is not None and work.verification is not None:
+                work.note(*work.verification.notes)
+                self._verifier.remember(work.verification)
 
     async def _partition(self, work: _Work) -> Partition:
         partition = await make_subsets(
@@ -210,74 +240,147 @@ class SpeculativeRAG(Engine):
         return partition
 
     async def _draft_and_verify(
-        self, work: _Work, partition: Partition, history: Sequence[Message]
+        self, work: _Work, partition: Partition, history: Sequence[Message], tasks: Tasks
     ) -> None:
         """Draft from all subsets at once; each draft is verified as soon as it lands."""
-        async with _Tasks() as tasks:
 
-            async def draft_then_verify(index: int) -> None:
-                draft = await self._drafter.draft(
-                    work.question,
-                    partition.subsets[index],
-                    history=history,
-                    started=work.clock.started,
-                )
-                work.add_draft(draft)
-                if isinstance(draft, Draft) and not draft.abstained:
-                    work.add_score(await shared_score(draft))
-
-            verifications: dict[tuple[str, str], tuple[int, asyncio.Task[Score]]] = {}
-
-            async def shared_score(draft: Draft) -> Score:
-                """Verify equal drafts once; the copies cost nothing."""
-                key = (draft.rationale, draft.answer)
-                if key not in verifications:
-                    verification = tasks.start(work.tier.score(work.question, draft))
-                    verifications[key] = (draft.index, verification)
-                first, verification = verifications[key]
-                score = await verification
-                return score if first == draft.index else _copy_for(score, draft.index)
-
-            await tasks.all_of(
-                [draft_then_verify(index) for index in range(len(partition.subsets))]
+        async def draft_then_verify(index: int) -> None:
+            draft = await self._drafter.draft(
+                work.question,
+                partition.subsets[index],
+                history=history,
+                started=work.clock.started,
             )
+            work.add_draft(draft)
+            if work.verification and isinstance(draft, Draft) and not draft.abstained:
+                await work.verification.add(draft, index=draft.index)
 
-    async def _descend(self, work: _Work) -> None:
-        """Read all drafts anew at the next tier while none could be scored at this one."""
-        for tier in work.tiers[1:]:
-            if work.deadline_hit and tier.requests:
-                return
-            drafts = work.usable_drafts
-            if not drafts or candidates_of(drafts, work.current_scores):
-                return
-            reason = next((s.missing for s in work.current_scores if s.missing), "no score")
-            work.note(f"no score at tier {work.tier.name} ({reason}): using {tier.name}")
-            work.tier = tier
-            async with _Tasks() as tasks:
-                scored = [tasks.start(tier.score(work.question, draft)) for draft in drafts]
-                for score in scored:
-                    work.add_score(await score)
+        await tasks.all_of([draft_then_verify(index) for index in range(len(partition.subsets))])
+        if work.verification is not None:
+            await work.verification.finish(work.pool)
+
+    # ---------------------------------------------------------------- select
+
+    async def _select(self, work: _Work) -> tuple[Selection, list[Candidate]]:
+        """Select a draft, in the time that is left where that takes a request."""
+        selector = self._selector or own_selector(work.tier)
+        scored = self._verifier is not None
+        candidates = candidates_of(work.usable_drafts, work.current_scores, scored=scored)
+        if not candidates or (selector.requests and work.deadline_hit):
+            return nothing_usable(), candidates
+        pool = Pool(question=work.question, candidates=tuple(candidates), model=self._model)
+        scope = asyncio.timeout(work.clock.left if selector.requests else None)
+        try:
+            async with scope:
+                selection = await select(pool, selector)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            work.deadline_hit = True
+            work.note(f"DEADLINE: no selection after {work.clock.elapsed:.2f} s")
+            selection = nothing_usable()
+        work.note(*selection.notes)
+        if selector.requests:
+            work.stages["select"] = work.clock.elapsed
+        arrived = work.clock.elapsed
+        work.steps += [replace(step, arrived=arrived) for step in selection.steps]
+        return selection, candidates
 
     # ---------------------------------------------------------------- accept or fall back
 
-    def _accepted(self, work: _Work, selection: Selection) -> Answer:
+    async def _accepted(
+        self,
+        work: _Work,
+        selection: Selection,
+        candidates: Sequence[Candidate],
+        history: Sequence[Message],
+    ) -> Answer:
         winner = next(draft for draft in work.usable_drafts if draft.index == selection.winner)
         work.note(*work.failures)
         work.emit(SelectedEvent(selection=selection, passages=winner.passages))
-        work.emit(DeltaEvent(text=winner.answer))
         if winner.truncated:
             work.note(f"the answer may be cut off: draft {winner.index} reached the token limit")
+        text, first_token = selection.text or winner.answer, None
+        unsure = self._refine == "when_unsure" and is_unsure(selection, candidates)
+        if (self._refine == "always" or unsure) and not work.deadline_hit:
+            text, first_token = await self._refined(work, winner, text, history)
+        else:
+            work.emit(DeltaEvent(text=text))
+        refinement = Refinement(before=winner.answer, after=text) if text != winner.answer else None
         return Answer(
-            text=winner.answer,
+            text=text,
             rationale=winner.rationale,
             passages=winner.passages,
-            citations=winner.citations,
+            citations=cited_numbers(f"{winner.rationale} {text}", len(winner.passages)),
             dissent=dissent_from(winner.answer, work.drafts, work.current_scores),
+            abstained=is_abstention(text),
             selection=selection,
-            tier=work.tier.name,
-            trace=work.trace(first_token=work.clock.elapsed),
+            tier=work.tier,
+            trace=work.trace(first_token=first_token or work.clock.elapsed, refinement=refinement),
             usage=Usage(steps=tuple(work.steps)),
         )
+
+    async def _refined(
+        self, work: _Work, winner: Draft, text: str, history: Sequence[Message]
+    ) -> tuple[str, float | None]:
+        """Have the verifier mend the draft; return the text and when its first piece came.
+
+        A refinement that fails leaves the draft as it was.
+        """
+
+        def prompt(
+            question: str,
+            _: Sequence[Passage],  # all or none, since the draft's citations count them
+            history: Sequence[Message],
+        ) -> tuple[Message, ...]:
+            return refine_messages(
+                question,
+                winner.passages,
+                rationale=winner.rationale,
+                answer=text,
+                history=history,
+                instructions=self._instructions,
+            )
+
+        shown: list[Event] = []
+        sent = time.perf_counter()
+
+        def show(event: Event) -> None:
+            shown.append(event)
+            work.emit(event)
+
+        try:
+            refiner = StandardRAG(self._model, template=prompt, max_tokens=self._max_tokens)
+            written = await refiner.write_in_time(
+                work.question,
+                winner.passages,
+                history=history,
+                clock=work.clock,
+                emit=show,
+                kind="refine",
+            )
+        except NoAnswerError as error:
+            reason = "; ".join(error.failures) or str(error)
+            work.note(f"not refined, so the draft stands: {reason}")
+            work.deadline_hit = error.reason == NoAnswerReason.DEADLINE
+            if isinstance(error.__cause__, EndpointError) and error.__cause__.attempts:
+                failed = StepUsage(
+                    kind="refine",
+                    index=0,
+                    role="verifier",
+                    model=self._model.name,
+                    seconds=time.perf_counter() - sent,
+                    arrived=work.clock.elapsed,
+                    attempts=error.__cause__.attempts,
+                )
+                work.steps.append(failed)
+            work.emit(DeltaEvent(text=text, restart=bool(shown)))
+            return text, None
+        finally:
+            work.stages["refine"] = work.clock.elapsed
+        work.note(*written.notes)
+        work.steps.append(written.usage)
+        return written.text, written.first_token
 
     async def _fallen_back(
         self, work: _Work, selection: Selection, history: Sequence[Message]
@@ -318,7 +421,7 @@ class SpeculativeRAG(Engine):
             abstained=is_abstention(written.text),
             selection=selection,
             fallback_reason=reason,
-            tier=work.tier.name,
+            tier=work.tier,
             trace=work.trace(first_token=written.first_token),
             usage=Usage(steps=tuple(work.steps)),
         )
@@ -338,13 +441,9 @@ class _Work:
     steps: list[StepUsage] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     stages: dict[str, float] = field(default_factory=dict)
-    tiers: tuple[Tier, ...]
-    """The tiers this question may use; what it teaches about them counts from the next one on."""
-    tier: Tier = field(init=False)
+    verification: Verification | None = None
+    """None where the selector reads no scores."""
     deadline_hit: bool = False
-
-    def __post_init__(self) -> None:
-        self.tier = self.tiers[0]
 
     def note(self, *texts: str) -> None:
         """Keep what a reader of the trace must know, and log it once."""
@@ -375,9 +474,19 @@ class _Work:
         return [d for d in self.drafts if isinstance(d, Draft) and not d.abstained]
 
     @property
+    def pool(self) -> list[tuple[int, Draft]]:
+        """The same with their indices, in order."""
+        return [(d.index, d) for d in sorted(self.usable_drafts, key=lambda draft: draft.index)]
+
+    @property
+    def tier(self) -> TierName | None:
+        """The tier in use."""
+        return self.verification.tier if self.verification else None
+
+    @property
     def current_scores(self) -> list[Score]:
         """The scores of the tier in use: scores of different tiers are never compared."""
-        return [score for score in self.scores if score.tier == self.tier.name]
+        return self.verification.current if self.verification else []
 
     @property
     def cut_off(self) -> str:
@@ -408,52 +517,20 @@ class _Work:
                 lines[score.draft] = f"draft {score.draft}: not scored: {score.missing}"
         return [lines[index] for index in sorted(lines)]
 
-    def trace(self, *, first_token: float) -> Trace:
+    def trace(self, *, first_token: float, refinement: Refinement | None = None) -> Trace:
         """Return all of it as a value."""
         return Trace(
             passages=self.passages,
             subsets=self.partition.subsets,
             drafts=tuple(sorted(self.drafts, key=lambda draft: draft.index)),
             scores=tuple(self.scores),
+            refinement=refinement,
             notes=tuple(self.notes),
             deadline_hit=self.deadline_hit,
             stages=dict(self.stages),
             seconds=self.clock.elapsed,
             first_token=first_token,
         )
-
-
-class _Tasks:
-    """Tasks that never outlive their block: leaving it cancels them and waits for their end."""
-
-    def __init__(self) -> None:
-        self._started: list[asyncio.Task[Any]] = []
-        self._leaving = False
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._leaving = True
-        for task in self._started:
-            task.cancel()
-        await asyncio.gather(*self._started, return_exceptions=True)
-
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start one task, unless the block is being left."""
-        if self._leaving:
-            coroutine.close()
-            raise asyncio.CancelledError
-        task = asyncio.create_task(coroutine)
-        self._started.append(task)
-        return task
-
-    async def all_of(self, coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
-        """Run all; the first exception ends the wait and is raised as itself."""
-        tasks = [self.start(coroutine) for coroutine in coroutines]
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
 
 
 def _step(
@@ -471,11 +548,27 @@ def _step(
     )
 
 
-def _copy_for(score: Score, index: int) -> Score:
-    """Return an equal draft's score; it cost nothing again."""
-    return replace(
-        score, draft=index, shared_with=score.draft, count=TokenCount(), seconds=0.0, attempts=0
-    )
+def _verifier(
+    model: ChatModel, scoring: Scoring | None, selector: Selector | None, *, comparable: bool
+) -> Verifier | None:
+    """Return what scores the drafts; None for a selector that reads no scores.
+
+    Raises:
+        ConfigurationError: the scoring and the selector exclude each other.
+    """
+    scoring = scoring or Scoring()
+    named = type(selector).__name__
+    if selector is not None and not selector.reads_scores:
+        if scoring != Scoring():
+            raise ConfigurationError(f"{named} reads no scores, so that scoring= does nothing")
+        return None
+    if selector is not None and scoring.tier in {"choice", "agreement"}:
+        raise ConfigurationError(
+            f"tier={scoring.tier!r} brings its own selector; leave selector={named}(…) out, or "
+            "take another tier"
+        )
+    tiers = all_tiers(scoring, comparable_drafts=comparable, own_selector=selector is None)
+    return Verifier(model, scoring=scoring, tiers=tiers, comparable_drafts=comparable)
 
 
 def _models(name: str, given: ChatModel | Sequence[ChatModel]) -> tuple[ChatModel, ...]:

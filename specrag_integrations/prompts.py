@@ -8,6 +8,7 @@ order of the paper's drafter (section 3, appendix G); every sentence here is our
 from __future__ import annotations
 
 from collections.abc import Sequence
+from string import ascii_uppercase
 
 from specrag_integrations.models import Message, assistant, user
 from specrag_integrations.passages import Passage
@@ -46,6 +47,23 @@ EXAMPLE_ANSWER = "Ada Lund"
 """An invented name: a draft that gives it to another question has copied the example."""
 
 _CHECK = "Is this the correct answer to the question? Reply Yes or No."
+_CHOICE = "Which draft gives the correct answer to the question? Reply with its letter only."
+BEST = "Best:"
+_SINGLE_PROMPT = (
+    "Choose the draft that answers the question most accurately, and improve its answer where it "
+    f"is wrong or unclear. Write two lines: {BEST} and the draft's letter, then {ANSWER} and the "
+    "answer in a few words."
+)
+_REFINE_TASK = (
+    "A draft answers the question from these passages. Check it against them and write the answer "
+    "in a few words, corrected where it is wrong, and cite the passage. "
+    f"If the passages do not tell, the answer is {UNKNOWN}."
+)
+
+PROBE_QUESTION = "Which city is the capital of France?"
+PROBE_RATIONALE = "The government and the parliament of France have their seat in Paris."
+PROBE_ANSWER = "Paris"
+"""What a server is tried with once, to see which log-probabilities it returns."""
 
 
 def draft_messages(
@@ -78,17 +96,71 @@ def answer_messages(
     return _in_order(example, history, _answer_prompt(question, passages, instructions))
 
 
-def check_messages(question: str, *, rationale: str, answer: str) -> tuple[Message, ...]:
-    """Ask whether a draft holds, for a Yes or a No as the first token (paper section 3.3).
+def check_messages(
+    question: str, *, draft: str, passages: Sequence[Passage] = ()
+) -> tuple[Message, ...]:
+    """Ask whether a draft's text holds, for a Yes or a No as the first token (paper section 3.3).
 
     The draft stands as an assistant turn, so that its tokens can be scored in the same request.
     """
-    return (user(question), assistant(draft_text(rationale, answer)), user(_CHECK))
+    return (asking(question, passages), assistant(draft), user(_CHECK))
 
 
-def draft_text(rationale: str, answer: str) -> str:
+def asking(question: str, passages: Sequence[Passage] = ()) -> Message:
+    """Return the turn a draft replies to: the question, after passages where there are some."""
+    return user(_joined(numbered(passages), question))
+
+
+def draft_text(rationale: str, answer: str, *, answer_first: bool = False) -> str:
     """Return a draft as the verifier reads it."""
-    return f"{RATIONALE} {rationale}\n{ANSWER} {answer}" if rationale else f"{ANSWER} {answer}"
+    parts = [f"{RATIONALE} {rationale}"] if rationale else []
+    parts.insert(0 if answer_first else 1, f"{ANSWER} {answer}")
+    return "\n".join(parts)
+
+
+def choice_messages(question: str, drafts: Sequence[tuple[str, str]]) -> tuple[Message, ...]:
+    """Ask which of some lettered drafts, (rationale, answer) each, answers the question.
+
+    The letters are those of `letters(len(drafts))`.
+    """
+    return (user(_joined(f"Question: {question}", _lettered(drafts), _CHOICE)),)
+
+
+def single_prompt_messages(question: str, drafts: Sequence[tuple[str, str]]) -> tuple[Message, ...]:
+    """Ask for the best of some lettered drafts and its improved answer, in one generation."""
+    return (user(_joined(f"Question: {question}", _lettered(drafts), _SINGLE_PROMPT)),)
+
+
+def refine_messages(
+    question: str,
+    passages: Sequence[Passage],
+    *,
+    rationale: str,
+    answer: str,
+    history: Sequence[Message] = (),
+    instructions: str | None = None,
+) -> tuple[Message, ...]:
+    """Ask for a draft's answer, corrected where the passages it was written from contradict it."""
+    prompt = _joined(
+        _REFINE_TASK,
+        instructions,
+        numbered(passages),
+        f"Question: {question}",
+        draft_text(rationale, answer),
+    )
+    return _in_order((), history, prompt)
+
+
+def letters(count: int) -> tuple[str, ...]:
+    """Return the letters of some drafts, A first, at most 26."""
+    return tuple(ascii_uppercase[:count])
+
+
+def _lettered(drafts: Sequence[tuple[str, str]]) -> str:
+    return "\n\n".join(
+        f"Draft {letter}\n{draft_text(rationale, answer)}"
+        for letter, (rationale, answer) in zip(letters(len(drafts)), drafts, strict=True)
+    )
 
 
 def numbered(passages: Sequence[Passage]) -> str:

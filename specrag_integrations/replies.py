@@ -45,10 +45,13 @@ def read_reply(data: Json, request: ChatRequest, *, endpoint: str) -> ChatReply:
     finish = choice.get("finish_reason")
     model = data.get("model")
     text = message.get("content")
+    scored = read_scored(data, request)
     return ChatReply(
         text=text if isinstance(text, str) else "",
         tokens=_read_tokens(choice.get("logprobs")) if request.top_logprobs is not None else None,
-        scored=_read_scored(data, request),
+        scored=scored.tokens if scored else None,
+        scored_evidence=scored.evidence if scored else "",
+        thinking=bool(message.get("reasoning") or message.get("reasoning_content")),
         finish_reason=finish if isinstance(finish, str) else None,
         count=count,
         model=model if isinstance(model, str) else None,
@@ -135,43 +138,78 @@ def _logprob(value: object) -> float | None:
     return None if value > _ROUNDING else min(0.0, max(float(value), LOGPROB_FLOOR))
 
 
-def _read_scored(data: Json, request: ChatRequest) -> tuple[Token, ...] | None:
-    """Cut the scored message's tokens out of vLLM's `prompt_logprobs`.
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """An assistant message's tokens in vLLM's `prompt_logprobs`, or what stands against them."""
+
+    evidence: str
+    tokens: tuple[Token, ...] | None = None
+    ids: tuple[int, ...] = ()
+    """The whole prompt's."""
+    start: int = 0
+    """The place of the first token in the prompt."""
+
+
+def read_scored(data: Json, request: ChatRequest) -> Scored | None:
+    """Cut the scored message's tokens out of `prompt_logprobs`; None if no message is to be scored.
 
     The server does not map tokens to messages, so the messages are looked for in the decoded
     prompt, from its start and from its end. A template that changes the text makes this fail, and
     so does a text that occurs twice: never guess.
     """
-    values, ids = data.get("prompt_logprobs"), data.get("prompt_token_ids")
-    if request.score_message is None or not isinstance(values, list) or not isinstance(ids, list):
+    if request.score_message is None:
         return None
-    if len(values) != len(ids):
-        return None
-    tokens = [_read_prompt_token(entry, token) for entry, token in zip(values, ids, strict=True)]
+    entries = [mapping(entry) for entry in _items(data.get("prompt_logprobs"))]
+    ids = _prompt_ids(data, entries)
+    told = len(_items(data.get("prompt_token_ids")))
+    length = told or _read_count(data.get("usage")).prompt or len(entries)
+    tokens = [_read_prompt_token(e, i) for e, i in zip(entries, ids or (), strict=False)]
+    usable = sum(token is not None for token in tokens)
+    positions = f"{usable} of {length} positions"
+    if not usable or ids is None or len(entries) != length:
+        return Scored(positions)
     prompt = "".join(token.text if token else "" for token in tokens)
-    start = _place(prompt, [message.content for message in request.messages], request.score_message)
-    if start is None:
-        return None
-    return _cut(tokens, start, start + len(request.messages[request.score_message].content))
+    texts = [message.to_dict()["content"] for message in request.messages]
+    start = _place(prompt, texts, request.score_message)
+    if isinstance(start, str):
+        return Scored(f"{positions}, but {start}" if usable == length - 1 else positions)
+    cut = _cut(tokens, start, start + len(texts[request.score_message]))
+    if cut is None:
+        return Scored(f"{positions}, but not those of the whole message")
+    found = tuple(token for token in tokens[cut.start : cut.stop] if token)
+    if all(token.logprob <= LOGPROB_FLOOR for token in found):
+        return Scored(f"{positions}, but all are fillers")
+    return Scored(positions, found, tuple(ids), cut.start)
 
 
-def _place(prompt: str, texts: Sequence[str], index: int) -> int | None:
-    """Return where the text with this index begins, if all texts are there in order."""
+def _prompt_ids(data: Json, entries: Sequence[Json]) -> list[int] | None:
+    """Return the prompt's token ids; servers too old to send them name the token itself alone."""
+    ids = data.get("prompt_token_ids")
+    if isinstance(ids, list) and all(isinstance(one, int) for one in ids):
+        return ids
+    named = [next(iter(entry)) for entry in entries if len(entry) == 1]
+    if ids is None and len(named) == len(entries) - 1 and all(one.isdecimal() for one in named):
+        return [-1, *map(int, named)]  # the first position has no log-probability, and no name
+    return None
+
+
+def _place(prompt: str, texts: Sequence[str], index: int) -> int | str:
+    """Return where the text with this index begins, or why nobody can say."""
     end, first, last = 0, -1, len(prompt)
     for text in texts[: index + 1]:
         first = prompt.find(text, end)
         if first < 0:
-            return None
+            return "the chat template changes the messages"
         end = first + len(text)
     for text in reversed(texts[index:]):
         last = prompt.rfind(text, 0, last)
         if last < 0:
-            return None
-    return first if first == last else None
+            return "the chat template changes the messages"
+    return first if first == last else "the message stands in the prompt twice"
 
 
-def _read_prompt_token(entry: object, token_id: object) -> Token | None:
-    fields = mapping(mapping(entry).get(str(token_id)))
+def _read_prompt_token(entry: Json, token_id: int) -> Token | None:
+    fields = mapping(entry.get(str(token_id)))
     text, logprob = fields.get("decoded_token"), _logprob(fields.get("logprob"))
     if logprob is None:
         return None
@@ -179,24 +217,45 @@ def _read_prompt_token(entry: object, token_id: object) -> Token | None:
     return Token(text=text, data=text.encode(errors="replace"), logprob=logprob)
 
 
-def _cut(tokens: Sequence[Token | None], start: int, end: int) -> tuple[Token, ...] | None:
-    """Return the tokens whose characters overlap [start, end), or None if one is missing.
+def _cut(tokens: Sequence[Token | None], start: int, end: int) -> slice | None:
+    """Return where the tokens stand whose characters overlap [start, end); None if one is missing.
 
     The first bytes of a character have no text of their own: they come before it, at its place.
     """
-    cut: list[Token] = []
+    places: list[int] = []
     position = 0
-    for token in tokens:
+    for place, token in enumerate(tokens):
         length = len(token.text) if token else 0
         begun = position + length > start or (not length and position == start)
         if position < end and begun:
             if token is None:
                 return None
-            cut.append(token)
+            places.append(place)
         position += length
-    if not cut or all(token.logprob <= LOGPROB_FLOOR for token in cut):
-        return None
-    return tuple(cut)
+    return slice(places[0], places[-1] + 1) if places else None
+
+
+def spans_disagree(scored: Scored, whole: Sequence[int], changed: Sequence[int]) -> str:
+    """Check a span found by its text against the server's tokeniser; empty if they agree.
+
+    `whole` are the ids of the same messages, `changed` those of the messages with another text in
+    the scored one's place: what both begin and end with is not the message. (Prefixes, the other
+    way to find out, mislead with templates that treat the last turn differently.)
+    """
+    if list(whole) != list(scored.ids) and list(whole)[1:] != list(scored.ids)[1:]:
+        return "/tokenize gives another prompt than the chat route"
+    head = _common(whole, changed)
+    tail = _common(whole[head:][::-1], changed[head:][::-1])
+    found = (scored.start, scored.start + len(scored.tokens or ()))
+    if found == (head, len(whole) - tail):
+        return ""
+    return f"the span is {found[0]}-{found[1]} by its text, {head}-{len(whole) - tail} by /tokenize"
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many items both begin with."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def read_capabilities(entries: list[Json], model: str | None) -> Capabilities:
@@ -210,6 +269,7 @@ def read_capabilities(entries: list[Json], model: str | None) -> Capabilities:
         server=server,
         context_tokens=_whole(context),
         counts_tokens=server in {"vllm", "llama.cpp"},
+        forces_text=server == "llama.cpp",
     )
 
 
@@ -223,6 +283,7 @@ class Collected:
     finish_reason: str | None = None
     usage: Any = None
     model: Any = None
+    reasoning: Any = None
 
     def add(self, chunk: Json) -> str:
         """Take a chunk in and return the text it brings."""
@@ -231,7 +292,9 @@ class Collected:
         choice = mapping(next(iter(_items(chunk.get("choices"))), None))
         self.tokens += _items(mapping(choice.get("logprobs")).get("content"))
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        piece = mapping(choice.get("delta")).get("content")
+        delta = mapping(choice.get("delta"))
+        self.reasoning = delta.get("reasoning") or delta.get("reasoning_content") or self.reasoning
+        piece = delta.get("content")
         if not isinstance(piece, str):
             return ""
         self.texts.append(piece)
@@ -240,7 +303,7 @@ class Collected:
     def as_reply(self) -> Json:
         """Return the body that the same request without streaming would have brought."""
         choice = {
-            "message": {"content": "".join(self.texts)},
+            "message": {"content": "".join(self.texts), "reasoning": self.reasoning},
             "finish_reason": self.finish_reason,
             "logprobs": {"content": self.tokens} if self.tokens else None,
         }

@@ -7,7 +7,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from specrag_integrations.errors import EndpointError
+from specrag_integrations.errors import (
+    EndpointError,
+    EndpointRejectedError,
+    LogprobsUnavailableError,
+)
 
 if TYPE_CHECKING:
     from tenacity import AsyncRetrying, RetryCallState
@@ -17,20 +21,33 @@ T = TypeVar("T")
 _LONGEST_RETRY_AFTER = 60.0
 
 
-def _retrying(attempts: int) -> AsyncRetrying:
-    from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt
+def _retrying(attempts: int, adaptations: int) -> AsyncRetrying:
+    from tenacity import AsyncRetrying, retry_if_exception
+
+    failures = 0
+
+    def stop(state: RetryCallState) -> bool:
+        nonlocal failures
+        error = state.outcome.exception() if state.outcome else None
+        failures += not isinstance(error, EndpointRejectedError | LogprobsUnavailableError)
+        return failures >= attempts or state.attempt_number >= attempts + adaptations
 
     return AsyncRetrying(
-        stop=stop_after_attempt(attempts),
+        stop=stop,
         wait=_wait,
         retry=retry_if_exception(_worth_retrying),
         reraise=True,
     )
 
 
-async def with_retries(attempts: int, send: Callable[[], Awaitable[T]]) -> tuple[T, int]:
-    """Return what `send` brings and how often it was called."""
-    retrying = _retrying(attempts)
+async def with_retries(
+    attempts: int, send: Callable[[], Awaitable[T]], *, adaptations: int = 0
+) -> tuple[T, int]:
+    """Return what `send` brings and how often it was called.
+
+    A refusal that taught another wording counts as an attempt, but for `adaptations` of them.
+    """
+    retrying = _retrying(attempts, adaptations)
     try:
         result: T = await retrying(send)
     except EndpointError as error:

@@ -1,62 +1,138 @@
-"""Scores: how far a draft deserves trust, by token log-probabilities, and the verifier.
+"""Scores: how far a draft deserves trust, by token log-probabilities.
 
-Every term is a mean token log-probability in nats over its exact span, so that terms and drafts of
-different lengths can be compared (the paper multiplies probabilities, section 3.3). A *tier* is a
-way to get terms out of a kind of server; it fixes the terms before the first draft is scored, so
+Every log-probability term is a mean per token in nats over its exact span, so that terms and drafts
+of different lengths can be compared (the paper multiplies probabilities, section 3.3). A *tier* is
+a way to get terms out of a kind of server; it fixes the terms before the first draft is scored, so
 that drafts are never compared by different ones.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
 from specrag_integrations.drafts import Draft
 from specrag_integrations.errors import ConfigurationError, EndpointError
-from specrag_integrations.models import (
-    LOGPROB_FLOOR,
-    ChatModel,
-    ChatReply,
-    ChatRequest,
-    Step,
-    Token,
-    TokenCount,
-)
-from specrag_integrations.prompts import check_messages
+from specrag_integrations.models import TokenCount
+from specrag_integrations.options import check_kind
+from specrag_integrations.spans import SpanLogprob
 
-log = logging.getLogger("specrag_integrations")
+TierName = Literal[
+    "prompt_logprobs", "forced_decoding", "reflection", "choice", "draft_only", "agreement"
+]
+Formula = Literal["weighted", "paper"]
+Order = Literal["rationale_first", "answer_first"]
 
-TierName = Literal["reflection", "draft_only"]
-
-_ALTERNATIVES = 20
-"""The most most servers return; enough for every spelling of Yes and No that matters."""
-_STRIKES = 3
-"""Consecutive questions that found a tier impossible before it is given up."""
+_DRAFT_TERMS = ("draft_rationale", "draft_answer", "draft")
+_CONSISTENCY_TERMS = ("consistency_rationale", "consistency_answer")
+_FIVE = ("draft_rationale", "draft_answer", *_CONSISTENCY_TERMS, "reflection")
+_TERMS_OF: Mapping[TierName, tuple[str, ...]] = {
+    "prompt_logprobs": (*_DRAFT_TERMS, *_CONSISTENCY_TERMS, "reflection"),
+    "forced_decoding": (*_DRAFT_TERMS, *_CONSISTENCY_TERMS, "reflection"),
+    "reflection": (*_DRAFT_TERMS, "reflection"),
+    "choice": ("pick",),
+    "draft_only": _DRAFT_TERMS,
+    "agreement": ("agreement",),
+}
+_DEFAULT_TERM: Mapping[TierName, str] = {
+    "prompt_logprobs": "reflection",
+    "forced_decoding": "reflection",
+    "reflection": "reflection",
+    "choice": "pick",
+    "draft_only": "draft",
+    "agreement": "agreement",
+}
+"""The one that counts until weights have been fitted."""
+_READS_CHECK = {"prompt_logprobs", "forced_decoding", "reflection"}
+"""The tiers that send the verifier one draft at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
     """How drafts are scored.
 
+    The terms, where the tier has them: `draft_rationale` and `draft_answer`, the drafter's mean
+    token log-probability of what it wrote, and `draft`, the mean of the two;
+    `consistency_rationale` and `consistency_answer`, the verifier's for the same text after the
+    question alone (the paper's self-consistency); `reflection`, log P(Yes) / (P(Yes) + P(No)) to
+    whether the answer is correct (its self-reflection).
+
     Args:
-        tier: None tries `reflection` and, where the verifier returns no log-probabilities,
-            `draft_only`; a name forces that tier.
+        tier: None tries the tiers from the most telling to the least and takes the first that the
+            verifier's server allows; a name forces that tier.
+        weights: By term; those left out are 0, and a tier leaves out the terms it does not have. By
+            default `reflection` alone counts (`draft` at the tier `draft_only`).
+        formula: `"weighted"` adds up weight times term, in nats. `"paper"` is the logarithm of the
+            printed product (section 3.3), by sums instead of means: (P(rationale) + P(answer))
+            under the drafter, times P(rationale, answer) under the verifier, times P(Yes). It needs
+            all five terms, scores equal drafts apart, and favours short drafts as the paper's does.
+        order: Which comes first in the verifier's prompt; the paper's is `"answer_first"`.
+        evidence: `"passages"` shows the verifier the passages of the draft's subset as well; by
+            default it reads none.
 
     Raises:
-        ConfigurationError: an unknown tier.
+        ConfigurationError: an unknown value, or a combination that can never work.
     """
 
     tier: TierName | None = None
+    weights: Mapping[str, float] | None = None
+    formula: Formula = "weighted"
+    order: Order = "rationale_first"
+    evidence: Literal["passages"] | None = None
 
     def __post_init__(self) -> None:
-        if self.tier is not None and self.tier not in get_args(TierName):
+        _check_one_of("tier", self.tier, (None, *get_args(TierName)))
+        _check_one_of("formula", self.formula, get_args(Formula))
+        _check_one_of("order", self.order, get_args(Order))
+        _check_one_of("evidence", self.evidence, (None, "passages"))
+        if self.weights is not None:
+            self._check_weights()
+        if self.formula == "paper":
+            if self.weights is not None:
+                raise ConfigurationError("formula='paper' has no weights; leave them out")
+            lacks = [t for t in _FIVE if self.tier and t not in _TERMS_OF[self.tier]]
+            if lacks:
+                raise ConfigurationError(
+                    f"formula='paper' needs all five terms; tier={self.tier!r} has no "
+                    f"{', '.join(lacks)}: use tier='prompt_logprobs' (vLLM) or "
+                    "'forced_decoding' (llama.cpp)"
+                )
+        if self.evidence and self.tier and self.tier not in _READS_CHECK:
             raise ConfigurationError(
-                f"tier={self.tier!r} is unknown; choose one of {', '.join(get_args(TierName))}"
+                f"evidence={self.evidence!r} does nothing at tier={self.tier!r}, which asks the "
+                f"verifier about no single draft; use one of {', '.join(sorted(_READS_CHECK))}"
             )
+
+    def _check_weights(self) -> None:
+        assert self.weights is not None  # noqa: S101 - narrows the type
+        check_kind("weights", self.weights, kind=Mapping)
+        known = _TERMS_OF[self.tier] if self.tier else _TERMS_OF["prompt_logprobs"]
+        for term, weight in self.weights.items():
+            if term not in known:
+                at = f" at tier={self.tier!r}" if self.tier else ""
+                raise ConfigurationError(
+                    f"weights name {term!r}; the terms{at} are {', '.join(known)}"
+                )
+            number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            if not number or not math.isfinite(weight):
+                raise ConfigurationError(f"weights[{term!r}]={weight!r} must be a finite number")
+        if not any(self.weights.values()):
+            raise ConfigurationError("weights are all 0, which makes all drafts equal")
+
+    def weights_at(self, tier: TierName) -> dict[str, float]:
+        """Return the weights that count at a tier, none of them 0."""
+        if self.formula == "paper":
+            return dict.fromkeys(_FIVE, 1.0)
+        counted = {t: w for t, w in (self.weights or {}).items() if w and t in _TERMS_OF[tier]}
+        return counted or {_DEFAULT_TERM[tier]: 1.0}
+
+    @property
+    def compares_drafters(self) -> bool:
+        """Whether terms of the drafter count, which different drafting models do not share."""
+        drafters = self.formula == "paper" or self.tier == "draft_only"
+        return drafters or any(self.weights[t] for t in self.weights or () if t in _DRAFT_TERMS)  # type: ignore[index]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +143,12 @@ class Score:
     """The draft's index."""
     tier: TierName
     value: float | None
-    """The weighted sum of the terms, in nats; None: the draft cannot be selected."""
+    """What drafts are ranked by; None: the draft cannot be selected. In nats, but at the tier
+    `choice`, where it is the share of requests that picked the draft's answer."""
     terms: Mapping[str, float] = field(default_factory=dict)
-    """Mean token log-probabilities in nats, by name."""
+    """By name; mean token log-probabilities in nats where they are log-probabilities."""
+    spans: Mapping[str, SpanLogprob] = field(default_factory=dict)
+    """The sum in nats, the number of tokens and the mean of the terms that stand for a text."""
     label_mass: float | None = None
     """How much probability Yes and No got together: low mass means a verifier off the question."""
     missing: str | None = None
@@ -92,6 +171,7 @@ class Score:
             "tier": self.tier,
             "value": self.value,
             "terms": dict(self.terms),
+            "spans": {term: span.to_dict() for term, span in self.spans.items()},
             "label_mass": self.label_mass,
             "missing": self.missing,
             "seconds": self.seconds,
@@ -100,207 +180,96 @@ class Score:
         }
 
 
-class Tier(Protocol):
-    """A way to score one draft."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a tier found out about one draft."""
 
-    @property
-    def name(self) -> TierName:
-        """The name a `Score` carries."""
-        ...
+    terms: Mapping[str, float] = field(default_factory=dict)
+    spans: Mapping[str, SpanLogprob] = field(default_factory=dict)
+    log_yes: float | None = None
+    """log P(Yes) itself, in nats."""
+    label_mass: float | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why the server told nothing of a term."""
+    failed: str | None = None
+    """Why there is no verdict at all."""
+    cannot: bool = False
+    """There will be none either, however often this server is asked."""
+    error: EndpointError | None = None
+    """What failed, where a request did."""
+    thinking: bool = False
+    """The verifier thinks aloud before it answers."""
+    count: TokenCount = field(default_factory=TokenCount)
+    model: str | None = None
+    seconds: float = 0.0
+    attempts: int = 0
 
-    @property
-    def requests(self) -> int:
-        """Generating requests per draft."""
-        ...
 
-    async def score(self, question: str, draft: Draft) -> Score:
-        """Return the draft's score, or one that says what is missing."""
-        ...
+def score_of(
+    draft: Draft,
+    verdict: Verdict,
+    *,
+    index: int,
+    tier: TierName,
+    scoring: Scoring,
+    comparable_drafts: bool,
+) -> Score:
+    """Put a draft's score together from the drafter's log-probabilities and a verdict.
 
-
-@dataclass(frozen=True, slots=True)
-class Reflection:
-    """P(Yes) to whether a draft's answer is correct, from one prefill (paper section 3.3).
-
-    The verifier reads question, rationale and answer, never a passage.
-
-    The first token's alternatives hold several spellings of Yes and of No; each label's
-    probabilities are summed and P(Yes) is their share, so that a verifier that puts half its mass
-    elsewhere is not read as doubt.
+    Each draft has its own drafter's terms, also where equal drafts share one verdict.
     """
-
-    model: ChatModel
-    name: TierName = "reflection"
-    requests: int = 1
-
-    async def score(self, question: str, draft: Draft) -> Score:
-        """Ask the verifier for one token and read its alternatives."""
-        request = ChatRequest(
-            messages=check_messages(question, rationale=draft.rationale, answer=draft.answer),
-            max_tokens=1,
-            top_logprobs=_ALTERNATIVES,
-            labels=("Yes", "No"),
-        )
-        sent = time.perf_counter()
-        try:
-            reply = await self.model.chat(request, step=Step(kind="verify", index=draft.index))
-        except EndpointError as error:
-            return Score(
-                draft=draft.index,
-                tier=self.name,
-                value=None,
-                missing=str(error),
-                model=self.model.name,
-                seconds=time.perf_counter() - sent,
-                attempts=error.attempts,
-            )
-        return self._from_reply(reply, draft)
-
-    def _from_reply(self, reply: ChatReply, draft: Draft) -> Score:
-        judged = read_labels(reply.tokens[0]) if reply.tokens else None
-        value = judged.log_share if judged else None
-        return Score(
-            draft=draft.index,
-            tier=self.name,
-            value=value,
-            terms={} if value is None else {"reflection": value},
-            label_mass=judged.mass if judged else None,
-            missing=_why_no_reflection(reply, judged) if value is None else None,
-            cannot=judged is None,
-            count=reply.count,
-            model=reply.model or self.model.name,
-            seconds=reply.seconds,
-            attempts=reply.attempts,
-        )
+    spans, reasons = dict(verdict.spans), dict(verdict.reasons)
+    terms = dict(verdict.terms)
+    if comparable_drafts and "draft" in _TERMS_OF[tier]:
+        own = _draft_spans(draft)
+        spans |= own
+        terms |= {name: span.mean for name, span in own.items()}
+        if len(own) == 2:  # noqa: PLR2004 - rationale and answer
+            terms["draft"] = sum(span.mean for span in own.values()) / 2
+        if draft.answer_logprob is None:
+            reasons |= dict.fromkeys(_DRAFT_TERMS, "the drafter returned no log-probabilities")
+    score = Score(
+        draft=index,
+        tier=tier,
+        value=None,
+        terms={name: terms[name] for name in _TERMS_OF[tier] if name in terms},
+        spans={name: spans[name] for name in _TERMS_OF[tier] if name in spans},
+        label_mass=verdict.label_mass,
+        count=verdict.count,
+        model=verdict.model,
+        seconds=verdict.seconds,
+        attempts=verdict.attempts,
+    )
+    if verdict.failed is not None:
+        return replace(score, missing=verdict.failed, cannot=verdict.cannot)
+    weights = scoring.weights_at(tier)
+    for name in weights:
+        if name not in terms:
+            missing = reasons.get(name) or f"the draft has no rationale, so no {name}"
+            return replace(score, missing=missing, cannot=name in reasons)
+    if scoring.formula == "paper":
+        return replace(score, value=_paper_product(spans, verdict.log_yes))
+    return replace(score, value=sum(weight * terms[name] for name, weight in weights.items()))
 
 
-@dataclass(frozen=True, slots=True)
-class DraftOnly:
-    """The drafter's own log-probabilities: no request, and the weakest evidence."""
-
-    name: TierName = "draft_only"
-    requests: int = 0
-
-    async def score(self, question: str, draft: Draft) -> Score:  # noqa: ARG002 - one protocol
-        """Read the score off the draft."""
-        rationale, answer = draft.rationale_logprob, draft.answer_logprob
-        terms: dict[str, float] = {}
-        if rationale and answer:
-            terms = {"draft_rationale": rationale.mean, "draft_answer": answer.mean}
-            terms["draft"] = (rationale.mean + answer.mean) / 2
-        missing = None if terms else "the draft has no rationale"
-        if answer is None:
-            missing = "the drafter returned no log-probabilities"
-        return Score(
-            draft=draft.index,
-            tier=self.name,
-            value=terms.get("draft"),
-            terms=terms,
-            missing=missing,
-            cannot=answer is None,
-        )
+def _draft_spans(draft: Draft) -> dict[str, SpanLogprob]:
+    both = {"draft_rationale": draft.rationale_logprob, "draft_answer": draft.answer_logprob}
+    return {name: span for name, span in both.items() if span is not None}
 
 
-class Verifier:
-    """Scores drafts at the best tier that the servers allow.
+def _paper_product(spans: Mapping[str, SpanLogprob], log_yes: float | None) -> float:
+    """Return log rho of the paper's section 3.3; its rho_draft is a sum of two probabilities.
 
-    Args:
-        model: The large model.
-        scoring: Which tier; by default the best that works.
-        comparable_drafts: Whether all drafts come from one model, so that the drafter's
-            log-probabilities can be compared between drafts.
-
-    Raises:
-        ConfigurationError: `draft_only` was forced with different drafting models.
+    In log space throughout: the product of a few dozen probabilities underflows.
     """
-
-    def __init__(
-        self, model: ChatModel, *, scoring: Scoring | None = None, comparable_drafts: bool = True
-    ) -> None:
-        forced = (scoring or Scoring()).tier
-        if forced == "draft_only" and not comparable_drafts:
-            raise ConfigurationError(
-                "tier='draft_only' compares drafts by their drafter's log-probabilities, which "
-                "different drafting models do not share; use one drafter or another tier"
-            )
-        tiers: list[Tier] = [Reflection(model)]
-        if comparable_drafts:
-            tiers.append(DraftOnly())
-        self._tiers = tuple(tier for tier in tiers if forced is None or tier.name == forced)
-        self._first = 0
-        self._strikes = 0
-
-    @property
-    def requests_per_draft(self) -> int:
-        """The most generating requests one draft can cost over all tiers it may descend."""
-        return sum(tier.requests for tier in self._tiers)
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        """The tiers a question may use, the one it starts with first."""
-        return self._tiers[self._first :]
-
-    def remember(self, scores: Sequence[Score]) -> None:
-        """Learn from a question's scores at the first tier.
-
-        One question that found the tier impossible may be bad luck; several in a row are a server.
-        """
-        if not scores or self._first + 1 == len(self._tiers):
-            return
-        self._strikes = self._strikes + 1 if all(score.cannot for score in scores) else 0
-        if self._strikes >= _STRIKES:
-            left, self._first, self._strikes = self._tiers[self._first], self._first + 1, 0
-            log.warning(
-                "tier %s did not work for %d questions in a row; using %s from now on",
-                left.name,
-                _STRIKES,
-                self._tiers[self._first].name,
-            )
+    assert log_yes is not None  # noqa: S101 - `reflection` is there, and comes from it
+    one, other = spans["draft_rationale"].total, spans["draft_answer"].total
+    drafted = max(one, other) + math.log1p(math.exp(-abs(one - other)))
+    consistent = sum(spans[name].total for name in _CONSISTENCY_TERMS)
+    return drafted + consistent + log_yes
 
 
-# -------------------------------------------------------------------- reading Yes and No
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """Yes and No at one token."""
-
-    log_share: float | None
-    """log P(Yes) / (P(Yes) + P(No)); None if neither label is among the alternatives."""
-    mass: float
-    """P(Yes) + P(No)."""
-
-
-def read_labels(token: Token) -> Judged | None:
-    """Sum the spellings of Yes and No among a token's alternatives.
-
-    A label that is not among them is bounded by the smallest of them: it is at most that likely,
-    and log 0 would outweigh every other term. None if the server returned no alternatives.
-    """
-    # The written token itself is not always listed, and some servers list it twice.
-    listed = [
-        (text, max(logprob, LOGPROB_FLOOR))
-        for text, logprob in dict.fromkeys([*token.alternatives, (token.text, token.logprob)])
-        if not math.isnan(logprob)
-    ]
-    if len(listed) < 2:  # noqa: PLR2004 - one token is no alternative
-        return None
-    labels: dict[str, list[float]] = {"yes": [], "no": []}
-    for text, logprob in listed:
-        spelled = text.strip(" \t\r\n\"'*_.,!:\u2581\u0120\u010a").casefold()
-        if spelled in labels:
-            labels[spelled].append(math.exp(logprob))
-    yes, no = sum(labels["yes"]), sum(labels["no"])
-    if not yes and not no:
-        return Judged(log_share=None, mass=0.0)
-    bound = math.exp(min(logprob for _, logprob in listed))
-    share = (yes or bound) / ((yes or bound) + (no or bound))
-    return Judged(log_share=math.log(share), mass=min(1.0, yes + no))
-
-
-def _why_no_reflection(reply: ChatReply, judged: Judged | None) -> str:
-    if not reply.tokens:
-        return "the verifier returned no log-probabilities"
-    if judged is None:
-        return "the verifier returned no alternatives to its first token"
-    return f"neither Yes nor No is among the alternatives to {reply.tokens[0].text!r}"
+def _check_one_of(name: str, value: object, known: tuple[object, ...]) -> None:
+    if value not in known:
+        named = ", ".join(str(one) for one in known if one is not None)
+        raise ConfigurationError(f"{name}={value!r} is unknown; choose one of {named}")

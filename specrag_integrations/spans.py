@@ -131,7 +131,10 @@ def _without_header(text: str, visible: str, start: int, *, truncated: bool) -> 
         if start:
             raise DraftFormatError("a rationale without an answer", text=text)
         return Spans(Span(body.start, body.start), body)
-    return Spans(_trimmed(visible, body.start, line), _trimmed(visible, line, body.end))
+    answer = _trimmed(visible, line, body.end)
+    if answer.start >= answer.end:
+        raise DraftFormatError("the last line holds no answer", text=text)
+    return Spans(_trimmed(visible, body.start, line), answer)
 
 
 def _end_of_answer(visible: str, start: int, end: int) -> int:
@@ -198,6 +201,10 @@ class SpanLogprob:
     def mean(self) -> float:
         """Mean per token: sums fall with length, and would favour short drafts."""
         return self.total / self.tokens
+
+    def to_dict(self) -> dict[str, float]:
+        """Return a JSON-able form."""
+        return {"total": self.total, "mean": self.mean, "tokens": self.tokens}
 
 
 def span_logprob(tokens: Sequence[Token] | None, text: str, span: Span) -> SpanLogprob | None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specrag_integrations.answers import Answer, StepUsage, Trace, Usage
+from specrag_integrations.answers import Answer, Trace
 from specrag_integrations.citations import (
     cited_numbers,
     is_abstention,
@@ -25,11 +25,19 @@ from specrag_integrations.errors import (
     NoAnswerReason,
 )
 from specrag_integrations.events import DeltaEvent, Emit, PassagesEvent
-from specrag_integrations.models import ChatModel, ChatReply, ChatRequest, Message, Step
+from specrag_integrations.models import (
+    ChatModel,
+    ChatReply,
+    ChatRequest,
+    Message,
+    Step,
+    StepKind,
+)
 from specrag_integrations.options import checked_whole
 from specrag_integrations.passages import Passage, Usable
 from specrag_integrations.prompts import answer_messages
 from specrag_integrations.spans import without_thinking
+from specrag_integrations.usage import StepUsage, Usage
 
 log = logging.getLogger("specrag_integrations")
 
@@ -120,8 +128,9 @@ class StandardRAG(Engine):
         history: Sequence[Message],
         clock: Clock,
         emit: Emit,
+        kind: StepKind = "fallback",
     ) -> Written:
-        """Write an answer, its pieces going to `emit`.
+        """Write an answer, its pieces going to `emit`; `kind` names the step in traces.
 
         Raises:
             NoAnswerError: the deadline passed (DEADLINE), or the model failed (FALLBACK_FAILED).
@@ -129,7 +138,9 @@ class StandardRAG(Engine):
         scope = asyncio.timeout(clock.left)
         try:
             async with scope:
-                return await self._write(question, passages, history, clock, emit)
+                return await self._write(
+                    question, passages, history=history, clock=clock, emit=emit, kind=kind
+                )
         except TimeoutError as error:
             if not scope.expired():
                 raise
@@ -148,9 +159,11 @@ class StandardRAG(Engine):
         self,
         question: str,
         passages: Sequence[Passage],
+        *,
         history: Sequence[Message],
         clock: Clock,
         emit: Emit,
+        kind: StepKind,
     ) -> Written:
         sent = time.perf_counter()
         fitting = await self._fitting(question, passages, history)
@@ -160,7 +173,7 @@ class StandardRAG(Engine):
         first_token: float | None = None
         reply: ChatReply | None = None
         shown = _Shown(len(fitting))
-        async for delta in self.model.stream(request, step=Step(kind="fallback")):
+        async for delta in self.model.stream(request, step=Step(kind=kind)):
             reply = delta.reply or reply
             text = delta.text
             if reply and not shown.began:
@@ -180,7 +193,7 @@ class StandardRAG(Engine):
         elif reply.finish_reason != "stop":
             notes.append(f"the answer may be cut off: it ended with {reply.finish_reason!r}")
         usage = StepUsage(
-            kind="fallback",
+            kind=kind,
             index=0,
             role="verifier",
             model=reply.model or self.model.name,
@@ -215,7 +228,8 @@ class StandardRAG(Engine):
         Raises:
             ContextTooSmallError: not even one passage fits.
         """
-        context = (await self.model.capabilities()).context_tokens
+        capabilities = await self.model.capabilities()
+        context = capabilities.context_tokens if capabilities else None
         if context is None:
             return passages
         room = context - self._max_tokens

@@ -1,4 +1,4 @@
-"""A scripted OpenAI-compatible HTTP server on loopback: the wire shapes of three kinds of server.
+"""A scripted OpenAI-compatible HTTP server on loopback: the wire shapes of four kinds of server.
 
 It is a real server in a thread of its own, never a patched client. `respond(body, call)` decides
 each chat reply; everything it received can be read from the test's thread at any time:
@@ -9,161 +9,105 @@ each chat reply; everything it received can be read from the test's thread at an
 
 Tokens are words with the space before them, so a prompt costs its words plus four per message
 (`prompt_pieces`), and log-probabilities are hashes (`pseudo_logprob`): tests can compute both.
-The shapes are those recorded from vLLM 0.32 and llama.cpp, and OpenAI's documented ones.
+The shapes are those recorded from vLLM 0.32 and llama.cpp, OpenAI's documented ones, and those of
+SGLang's source.
 """
 
 from __future__ import annotations
 
 import asyncio
-import codecs
-import hashlib
 import inspect
 import json
-import math
 import re
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Literal, Self
 
 from aiohttp import web
+from scripted_replies import (
+    BROKEN_PROMPT_LOGPROBS,
+    PROBE_QUESTION,
+    THOUGHT,
+    Answer,
+    Fault,
+    Forced,
+    Json,
+    Kind,
+    Reply,
+    Respond,
+    Split,
+    Template,
+    Writing,
+    default_respond,
+    extra_forbidden,
+    hash_unit,
+    is_probe,
+    is_verification,
+    max_tokens_of,
+    p_yes,
+    plain_words,
+    prompt_pieces,
+    pseudo_logprob,
+    split_characters,
+    unsupported,
+    words,
+)
 
-Json = dict[str, Any]
-Kind = Literal["openai", "vllm", "llama.cpp"]
-Auto = Literal["auto"]
-AUTO: Auto = "auto"
+__all__ = [
+    "BROKEN_PROMPT_LOGPROBS",
+    "PROBE_QUESTION",
+    "THOUGHT",
+    "Fault",
+    "Reply",
+    "ScriptedServer",
+    "default_respond",
+    "hash_unit",
+    "is_probe",
+    "is_verification",
+    "p_yes",
+    "prompt_pieces",
+    "pseudo_logprob",
+    "split_characters",
+    "unsupported",
+    "words",
+]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """Anything but a good reply."""
-
-    status: int = field(default=503, kw_only=False)
-    body: Any = None
-    """JSON to send; None: an error in the server kind's own shape."""
-    headers: Mapping[str, str] = field(default_factory=lambda: {"Retry-After": "0"})
-    hang: bool = False
-    """Never answer; with `stream_break_after`, fall silent in the middle of the stream."""
-    close: bool = False
-    """Drop the connection without an answer."""
-    after: float = 0.0
-    """Seconds before the fault."""
-    raw: bytes | None = None
-    content_type: str = "application/json"
-    stream_break_after: int | None = None
-    """Send `reply`, but drop the connection after so many chunks (halfway, if not streamed). With a
-    `body`, send that as an error event and end the stream without `[DONE]` instead."""
-    reply: Reply | str | None = None
-    """What to break; None: the default reply."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reply:
-    """What the model writes."""
-
-    text: str = field(default="", kw_only=False)
-    logprobs: Sequence[tuple[str | bytes, float]] | Auto | None = AUTO
-    """The written tokens; None: the server leaves log-probabilities out although asked."""
-    alternatives: Mapping[str, float] = field(default_factory=dict)
-    """The first token's candidates, as text and log-probability; the written one is added."""
-    finish_reason: str | None = "stop"
-    usage: Json | Auto | None = AUTO
-    model: str | None = None
-    prompt_logprobs: list[Any] | Auto | None = AUTO
-    prompt_token_ids: list[int] | Auto | None = AUTO
-    reasoning: str | None = None
-    split_bytes: bool = False
-    """Spread every non-ASCII character over two tokens."""
-    delay: float = 0.0
-    chunk_delay: float = 0.0
-    headers: Mapping[str, str] = field(default_factory=dict)
-    message: Json = field(default_factory=dict)
-    """Merged into the message, such as `{"content": None, "refusal": "…"}` (not streamed)."""
-    extra: Json = field(default_factory=dict)
-    """Merged into the top level of the answer (not streamed)."""
-
-
-Answer = Reply | Fault | str
-Respond = Callable[[Json, int], Answer | Awaitable[Answer]]
-
-
-def hash_unit(*parts: object) -> float:
-    """Return a number in [0, 1) that depends on the parts alone."""
-    digest = hashlib.sha256(json.dumps(parts).encode()).digest()
-    return int.from_bytes(digest[:6], "big") / 2**48
-
-
-def pseudo_logprob(token: str | bytes, position: int) -> float:
-    """Return the log-probability the server makes up for a token, between -4 and 0."""
-    data = token.encode() if isinstance(token, str) else token
-    return round(-0.001 - 3.998 * hash_unit(data.hex(), position), 4)
-
-
-def words(text: str) -> list[str]:
-    """Split a text into words with the white space before them."""
-    return re.findall(r"\s*\S+(?:\s+\Z)?", text) or ([text] if text else [])
-
-
-def split_characters(text: str) -> list[bytes]:
-    """Split a text into words, and those in the middle of every non-ASCII character."""
-    return [
-        piece for word in words(text) for piece in re.split(rb"(?<=[\xc2-\xf4])", word.encode())
-    ]
-
-
-def prompt_pieces(
-    messages: Sequence[Json],
-    *,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    split: Callable[[str], Sequence[str | bytes]] = words,
-) -> list[bytes]:
-    """Return the tokens of a ChatML conversation: its words and four more per message.
-
-    For that sum the first message's opening and its end are one token each. What precedes an
-    assistant's message is a prefix of the whole, as with real templates.
-    """
-    roles = [message["role"] for message in messages]
-    pieces: list[str | bytes] = [f"<|im_start|>{roles[0]}\n"] if roles else []
-    for index, message in enumerate(messages):
-        pieces += split(_text(message.get("content")))
-        last = index == len(messages) - 1
-        if last and continue_final_message:
-            break
-        pieces += ["<|im_end|>", "\n"] if index else ["<|im_end|>\n"]
-        if not last or add_generation_prompt:
-            pieces += ["<|im_start|>", f"{'assistant' if last else roles[index + 1]}\n"]
-    return [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
-
-
-def p_yes(body: Json) -> float:
-    """Return P(Yes) / (P(Yes) + P(No)) of `default_respond` for a verification."""
-    return round(0.05 + 0.9 * hash_unit("yes", body["messages"]), 4)
-
-
-def is_verification(body: Json) -> bool:
-    """Tell whether a request asks for one token and its alternatives."""
-    length = body.get("max_completion_tokens", body.get("max_tokens"))
-    wants = body.get("top_logprobs") or body.get("logprob_token_ids")
-    return length == 1 and bool(wants)
-
-
-def default_respond(body: Json, call: int) -> Reply:
-    """Judge a verification, draft for anything else; both depend on the messages alone."""
-    if is_verification(body):
-        p = p_yes(body)
-        shares = {"Yes": 0.9 * p, " yes": 0.05 * p, "No": 0.95 * (1 - p), "Maybe": 0.05}
-        alternatives = {text: math.log(share) for text, share in shares.items()}
-        likeliest = max(alternatives, key=alternatives.__getitem__)
-        return Reply(likeliest, alternatives=alternatives, finish_reason="length")
-    seed = hashlib.sha256(json.dumps(body["messages"]).encode()).hexdigest()
-    return Reply(f"Rationale: the passages mention {seed[:6]} twice.\nAnswer: answer {seed[6:8]}")
+BOS = b"<s>"
+_NO_CALL = -1
+"""The `call` of a probe that the test's own `respond` answers."""
+_MOST_TOKEN_IDS = 128
+_OPENAI_MOST_LOGPROBS = 20
+_FORCING_GRAMMAR = re.compile(r"\s*root\s*::=\s*((?:<\[\d+\]>\s*)*)")
 
 
 class ScriptedServer:
-    """The server; a context manager. It reads `refuse` and `faults` at each request."""
+    """The server; a context manager. Its options are attributes, read at each request.
+
+    Args:
+        respond: Answers the chat requests, or is the answer to all; None: `default_respond`.
+        kind: Whose wire shapes to use.
+        models: The served names.
+        context_tokens: The most a prompt may have.
+        api_key: Asked for where the kind of server does.
+        delay: Seconds before each chat reply, those to probes excepted.
+        refuse: Parameter: the message of the 400 it is answered with, or the whole answer.
+        faults: Path: what it answers, whatever is asked.
+        drops: Fields of a chat request that are ignored, as LiteLLM's `drop_params` does.
+        forbid_extra: Whether fields that OpenAI does not have bring FastAPI's 422.
+        probe: Answers the package's trial requests (`is_probe`), which are in `probes` and not in
+            `chats`: None: `default_respond`; "respond": as all others, with `call` -1.
+        forces: Whether llama.cpp follows a `grammar` of token literals; if not, it ignores it.
+        thinks: Whether replies begin with a thinking block, `THOUGHT` or the tokens given here.
+            Such replies are cut at `max_tokens`.
+        obeys_thinking_switch: Whether `chat_template_kwargs` can prevent that.
+        reasoning_parser: Whether the block is in a field of its own instead of the text; the
+            log-probabilities are of all tokens either way.
+        template: What the chat template does to assistants' turns.
+        bos: Whether prompts begin with a special token of their own.
+        max_logprobs: The most alternatives vLLM grants; -1: any number.
+    """
 
     def __init__(
         self,
@@ -174,8 +118,18 @@ class ScriptedServer:
         context_tokens: int = 8192,
         api_key: str | None = None,
         delay: float = 0.0,
-        refuse: Mapping[str, str] | None = None,
+        refuse: Mapping[str, str | Fault] | None = None,
         faults: Mapping[str, Fault] | None = None,
+        drops: Sequence[str] = (),
+        forbid_extra: bool = False,
+        probe: Respond | Answer | Literal["respond"] | None = None,
+        forces: bool = True,
+        thinks: bool | Sequence[str] = False,
+        obeys_thinking_switch: bool = True,
+        reasoning_parser: bool = False,
+        template: Template = "plain",
+        bos: bool = False,
+        max_logprobs: int = 20,
     ) -> None:
         self.respond = respond if respond is not None else default_respond
         self.kind = kind
@@ -184,9 +138,17 @@ class ScriptedServer:
         self.api_key = api_key
         self.delay = delay
         self.refuse = dict(refuse or {})
-        """Parameter: the message of the 400 it is answered with."""
         self.faults = dict(faults or {})
-        """Path: what it answers; for the routes other than chat."""
+        self.drops = tuple(drops)
+        self.forbid_extra = forbid_extra
+        self.probe = probe
+        self.forces = forces
+        self.thinks = thinks
+        self.obeys_thinking_switch = obeys_thinking_switch
+        self.reasoning_parser = reasoning_parser
+        self.template = template
+        self.bos = bos
+        self.max_logprobs = max_logprobs
         self.errors: list[Exception] = []
         """What `respond` raised; leaving the context raises the first."""
         self._state = threading.Condition()
@@ -200,6 +162,7 @@ class ScriptedServer:
         """Forget everything received so far; `call` starts at 0 again."""
         with self._state:
             self._chats: list[Json] = []
+            self._probes: list[Json] = []
             self._requests: list[tuple[str, str]] = []
             self._headers: list[Mapping[str, str]] = []
             self._connections: set[tuple[str, int]] = set()
@@ -211,6 +174,12 @@ class ScriptedServer:
         """Bodies of the chat requests, refused ones included; `call` is the index in this list."""
         with self._state:
             return list(self._chats)
+
+    @property
+    def probes(self) -> list[Json]:
+        """Bodies of the package's trial requests, refused ones included."""
+        with self._state:
+            return list(self._probes)
 
     @property
     def requests(self) -> list[tuple[str, str]]:
@@ -254,6 +223,30 @@ class ScriptedServer:
         """Wait until no chat request is being answered."""
         return self.wait_for(lambda server: server.in_flight == 0, timeout)
 
+    # Tokens.
+
+    @property
+    def thought(self) -> Sequence[str]:
+        """The tokens of the thinking block; none where the model does not think."""
+        return THOUGHT if self.thinks is True else tuple(self.thinks or ())
+
+    def ids(self, pieces: Sequence[bytes]) -> list[int]:
+        """Return the tokens' ids; the vocabulary grows with what it sees."""
+        return [self._vocabulary.setdefault(p, len(self._vocabulary) + 100) for p in pieces]
+
+    def piece(self, token: int) -> bytes:
+        """Return the token with this id, `?` if it is unknown."""
+        return next((p for p, known in self._vocabulary.items() if known == token), b"?")
+
+    def prompt(self, body: Json, split: Split = words) -> list[bytes]:
+        """Return the tokens of a conversation as the chat template of this server makes it."""
+        options = ("add_generation_prompt", "continue_final_message")
+        if self.kind not in {"vllm", "sglang"}:
+            options = ()
+        given = {name: body[name] for name in options if name in body}
+        pieces = prompt_pieces(body["messages"], split=split, template=self.template, **given)
+        return [BOS, *pieces] if self.bos else pieces
+
     def __enter__(self) -> Self:
         port: Future[int] = Future()
         self._closing = False
@@ -286,6 +279,10 @@ class ScriptedServer:
         app.router.add_get("/health", self._health)
         if self.kind == "vllm":
             app.router.add_post("/tokenize", self._vllm_tokenize)
+            app.router.add_get("/version", self._version)
+        elif self.kind == "sglang":
+            app.router.add_get("/server_info", self._server_info)
+            app.router.add_get("/get_server_info", self._server_info)
         elif self.kind == "llama.cpp":
             app.router.add_post("/apply-template", self._apply_template)
             app.router.add_post("/tokenize", self._tokenize)
@@ -327,14 +324,14 @@ class ScriptedServer:
     def _needs_key(self, path: str) -> bool:
         if self.kind == "llama.cpp":
             return path not in ("/health", "/v1/models")
-        return path.startswith("/v1/")
+        return path.startswith("/v1/") or (self.kind == "sglang" and path != "/health")
 
     def _has_key(self, request: web.Request) -> bool:
         given = request.headers.get("Authorization")
         return self.api_key is None or given == f"Bearer {self.api_key}"
 
     def _unauthorized(self) -> Json:
-        if self.kind == "vllm":
+        if self.kind in {"vllm", "sglang"}:
             return {"error": "Unauthorized"}
         if self.kind == "llama.cpp":
             return self._error_body(401, "Invalid API Key", "authentication_error")
@@ -348,6 +345,9 @@ class ScriptedServer:
     ) -> Json:
         if self.kind == "llama.cpp":
             return {"error": {"code": status, "message": message, "type": kind}}
+        if self.kind == "sglang":
+            flat = {"object": "error", "message": message, "type": kind}
+            return {**flat, "param": param, "code": status}
         code = status if self.kind == "vllm" else code
         return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -360,14 +360,12 @@ class ScriptedServer:
         return web.json_response({"status": "ok"}) if self.kind == "llama.cpp" else web.Response()
 
     async def _list_models(self, _: web.Request) -> web.Response:
+        root = self.models[0] if self.models else None
+        card: Json = {"root": root, "parent": None, "max_model_len": self.context_tokens}
         kinds: dict[str, Json] = {
             "openai": {"owned_by": "system"},
-            "vllm": {
-                "owned_by": "vllm",
-                "root": self.models[0] if self.models else None,
-                "parent": None,
-                "max_model_len": self.context_tokens,
-            },
+            "vllm": {"owned_by": "vllm", **card},
+            "sglang": {"owned_by": "sglang", **card},
             "llama.cpp": {
                 "owned_by": "llamacpp",
                 "meta": {"n_vocab": 49152, "n_ctx": self.context_tokens, "n_ctx_train": 131072},
@@ -377,37 +375,48 @@ class ScriptedServer:
         data = [{"id": name, "object": "model", "created": 1, **own} for name in self.models]
         return web.json_response({"object": "list", "data": data})
 
+    async def _version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": "0.32.0"})
+
+    async def _server_info(self, _: web.Request) -> web.Response:
+        name = self.models[0] if self.models else None
+        known = {"model_path": name, "served_model_name": name, "context_length": None}
+        return web.json_response({**known, "internal_states": [{}], "version": "0.5.6"})
+
     async def _vllm_tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
         if "messages" in body:
-            options = ("add_generation_prompt", "continue_final_message")
-            pieces = prompt_pieces(
-                body["messages"], **{name: body[name] for name in options if name in body}
-            )
+            if (refusal := self._two_ends(body)) is not None:
+                return refusal
+            pieces = self.prompt(body)
         else:
-            pieces = [word.encode() for word in words(body["prompt"])]
+            pieces = self._with_bos(words(body["prompt"]), body.get("add_special_tokens", True))
         reply = {"count": len(pieces), "max_model_len": self.context_tokens}
-        return web.json_response({**reply, "tokens": self._ids(pieces), "token_strs": None})
+        return web.json_response({**reply, "tokens": self.ids(pieces), "token_strs": None})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
-        pieces = words(body["content"])
-        tokens: list[Any] = self._ids([piece.encode() for piece in pieces])
+        split = words if body.get("parse_special", True) else plain_words
+        pieces = self._with_bos(split(body["content"]), body.get("add_special", False))
+        tokens: list[Any] = self.ids(pieces)
         if body.get("with_pieces"):
             pairs = zip(tokens, pieces, strict=True)
-            tokens = [{"id": token, "piece": piece} for token, piece in pairs]
+            tokens = [{"id": token, "piece": piece.decode()} for token, piece in pairs]
         return web.json_response({"tokens": tokens})
+
+    def _with_bos(self, pieces: Sequence[str], wanted: bool) -> list[bytes]:
+        return [BOS] * (self.bos and wanted) + [piece.encode() for piece in pieces]
 
     async def _apply_template(self, request: web.Request) -> web.Response:
         body = await request.json()
-        return web.json_response({"prompt": b"".join(prompt_pieces(body["messages"])).decode()})
+        pieces = prompt_pieces(body["messages"], template=self.template)
+        return web.json_response({"prompt": b"".join(pieces).decode()})
 
     async def _props(self, _: web.Request) -> web.Response:
         settings = {"n_ctx": self.context_tokens, "params": {}}
         name = self.models[0] if self.models else ""
-        return web.json_response(
-            {"default_generation_settings": settings, "total_slots": 4, "model_path": name}
-        )
+        known = {"default_generation_settings": settings, "total_slots": 4, "model_path": name}
+        return web.json_response({**known, "build_info": "b11549-abc"})
 
     # Chat.
 
@@ -416,6 +425,8 @@ class ScriptedServer:
             body = await request.json()
         except ValueError:
             return self._error(400, "JSON decode error", "invalid_request_error")
+        if is_probe(body):
+            return await self._chat_probe(request, body)
         with self._state:
             call = len(self._chats)
             self._chats.append(body)
@@ -424,7 +435,7 @@ class ScriptedServer:
             self._state.notify_all()
         gone = 0
         try:
-            return self._refusal(body) or await self._answer(request, body, call)
+            return await self._reply(request, body, self.respond, call, delay=self.delay)
         except (asyncio.CancelledError, ConnectionResetError):
             gone = 0 if self._closing else 1
             raise
@@ -434,39 +445,123 @@ class ScriptedServer:
                 self._aborted += gone
                 self._state.notify_all()
 
-    def _refusal(self, body: Json) -> web.Response | None:
-        """Return the 400 a server of this kind answers before it generates anything."""
-        for param, message in self.refuse.items():
+    async def _chat_probe(self, request: web.Request, body: Json) -> web.StreamResponse:
+        with self._state:
+            call = len(self._probes)
+            self._probes.append(body)
+            self._state.notify_all()
+        respond = self.probe
+        if respond is None:
+            respond = default_respond
+        elif respond == "respond":
+            respond, call = self.respond, _NO_CALL
+        return await self._reply(request, body, respond, call)
+
+    async def _reply(
+        self,
+        request: web.Request,
+        body: Json,
+        respond: Respond | Answer,
+        call: int,
+        *,
+        delay: float = 0.0,
+    ) -> web.StreamResponse:
+        seen = {name: value for name, value in body.items() if name not in self.drops}
+        for refusal in self._refusals(seen):
+            if refusal is not None:
+                return refusal
+        return await self._answer(request, seen, respond, call, delay)
+
+    def _refusals(self, body: Json) -> Iterator[web.Response | None]:
+        """Yield what a server of this kind answers before it generates anything."""
+        yield self._unknown_field(body)
+        yield self._too_many_logprobs(body)
+        if self.kind == "vllm":
+            yield self._two_ends(body)
+        yield self._too_long(body)
+
+    def _unknown_field(self, body: Json) -> web.Response | None:
+        for param, refusal in self.refuse.items():
+            if param in body and isinstance(refusal, Fault):
+                return self._faulty(refusal)
             if param in body:
-                error = {"message": message, "type": "invalid_request_error", "param": param}
+                error = {"message": refusal, "type": "invalid_request_error", "param": param}
                 return web.json_response(
                     {"error": {**error, "code": "unsupported_parameter"}}, status=400
                 )
+        problem = extra_forbidden(body) if self.forbid_extra else None
+        return None if problem is None else web.json_response(problem, status=422)
+
+    def _too_many_logprobs(self, body: Json) -> web.Response | None:
         asked = body.get("top_logprobs")
+        if self.kind == "sglang":
+            return None
         if asked and not body.get("logprobs"):
             message = "top_logprobs requires logprobs to be set to true"
             return self._bad_request(message, "top_logprobs")
-        if asked and asked > 20 and self.kind == "vllm":
-            message = f"Requested sample logprobs of {asked}, which is greater than max allowed: 20"
-            return self._bad_request(f"{message} (parameter=logprobs, value={asked})", "logprobs")
-        if asked and asked > 20 and self.kind == "openai":
+        if self.kind == "vllm":
+            return self._too_many_for_vllm(body)
+        if asked and asked > _OPENAI_MOST_LOGPROBS and self.kind == "openai":
             message = (
                 "Invalid 'top_logprobs': integer above maximum value. Expected a value <= 20, "
             )
             message += f"but got {asked} instead."
             return self._bad_request(message, "top_logprobs", code="integer_above_max_value")
-        length = body.get("max_completion_tokens", body.get("max_tokens")) or 0
-        if length > self.context_tokens and self.kind == "vllm":
-            message = f"max_tokens={length} cannot be greater than max_model_len="
-            return self._bad_request(f"{message}{self.context_tokens}.", "max_tokens")
-        tokens = len(prompt_pieces(body["messages"]))
-        return self._too_long(tokens) if tokens > self.context_tokens else None
+        return None
 
-    def _bad_request(self, message: str, param: str, **more: Any) -> web.Response:
-        kind = "BadRequestError" if self.kind == "vllm" else "invalid_request_error"
+    def _too_many_for_vllm(self, body: Json) -> web.Response | None:
+        ids = body.get("logprob_token_ids") or []
+        if ids and not body.get("logprobs"):
+            message = "when using `logprob_token_ids`, `logprobs` must be set to true."
+            return self._bad_request(
+                f"{message} (parameter=logprob_token_ids)", "logprob_token_ids"
+            )
+        asked = [
+            ("logprob_token_ids", "logprob_token_ids of length", len(ids), _MOST_TOKEN_IDS),
+            ("prompt_logprobs", "prompt logprobs of", body.get("prompt_logprobs"), None),
+        ]
+        if not ids:
+            asked.append(("logprobs", "sample logprobs of", body.get("top_logprobs"), None))
+        for param, what, count, fixed in asked:
+            most = self.max_logprobs if fixed is None else fixed
+            if count and count > most >= 0:
+                message = f"Requested {what} {count}, which is greater than max allowed: {most}"
+                return self._bad_request(f"{message} (parameter={param}, value={count})", param)
+        return None
+
+    def _two_ends(self, body: Json) -> web.Response | None:
+        """Refuse a last message that is to be continued and followed by another."""
+        if body.get("continue_final_message") and body.get("add_generation_prompt", True):
+            flags = "`continue_final_message` and `add_generation_prompt`"
+            return self._bad_request(f"Cannot set both {flags} to True.", None)
+        return None
+
+    def _bad_request(self, message: str, param: str | None, **more: Any) -> web.Response:
+        ours = self.kind in {"vllm", "sglang"}
+        kind = "BadRequestError" if ours else "invalid_request_error"
         return self._error(400, message, kind, param=param, **more)
 
-    def _too_long(self, tokens: int) -> web.Response:
+    def _too_long(self, body: Json) -> web.Response | None:
+        limit, length = self.context_tokens, max_tokens_of(body) or 0
+        if length > limit and self.kind == "vllm":
+            message = f"max_tokens={length} cannot be greater than max_model_len={limit}."
+            return self._bad_request(message, "max_tokens")
+        tokens = len(self.prompt(body))
+        if self.kind == "sglang" and tokens <= limit < tokens + length:
+            return self._no_room(tokens, length)
+        return self._prompt_too_long(tokens) if tokens > limit else None
+
+    def _no_room(self, tokens: int, length: int) -> web.Response:
+        message = (
+            "Requested token count exceeds the model's maximum context length of "
+            f"{self.context_tokens} tokens. You requested a total of {tokens + length} tokens: "
+            f"{tokens} tokens from the input messages and {length} tokens for the completion. "
+            "Please reduce the number of tokens in the input messages or the completion to fit "
+            "within the limit."
+        )
+        return self._bad_request(message, None)
+
+    def _prompt_too_long(self, tokens: int) -> web.Response:
         limit = self.context_tokens
         if self.kind == "llama.cpp":
             message = (
@@ -477,6 +572,9 @@ class ScriptedServer:
             )
             body["error"] |= {"n_prompt_tokens": tokens, "n_ctx": limit}
             return web.json_response(body, status=400)
+        if self.kind == "sglang":
+            message = f"The input ({tokens} tokens) is longer than the model's context length "
+            return self._bad_request(f"{message}({limit} tokens).", None)
         message = f"This model's maximum context length is {limit} tokens. However, your "
         if self.kind == "openai":
             message += (
@@ -490,28 +588,57 @@ class ScriptedServer:
         )
         return self._bad_request(message, "input_tokens")
 
-    async def _answer(self, request: web.Request, body: Json, call: int) -> web.StreamResponse:
+    async def _answer(
+        self,
+        request: web.Request,
+        body: Json,
+        respond: Respond | Answer,
+        call: int,
+        delay: float,
+    ) -> web.StreamResponse:
         try:
-            answer = self.respond(body, call) if callable(self.respond) else self.respond
+            answer = self._forced(body)
+            if answer is None:
+                answer = respond(body, call) if callable(respond) else respond
             if inspect.isawaitable(answer):
                 answer = await answer
-            if not isinstance(answer, Reply | Fault | str):
+            if not isinstance(answer, Reply | Forced | Fault | str):
                 raise TypeError(f"respond returned {answer!r}")  # noqa: TRY301 - reported alike
         except Exception as error:  # noqa: BLE001 - whatever the test's own function raises
             self.errors.append(error)
             return self._error(400, f"respond raised {error!r}", "invalid_request_error")
-        await asyncio.sleep(self.delay)
+        await asyncio.sleep(delay)
         if isinstance(answer, Fault):
             broken = answer.reply if answer.reply is not None else default_respond(body, call)
-            return await self._fail(request, answer, _Writing(self, body, call, broken))
-        writing = _Writing(self, body, call, answer)
+            return await self._fail(request, answer, Writing(self, body, call, broken))
+        writing = Writing(self, body, call, answer)
         await asyncio.sleep(writing.reply.delay)
         if body.get("stream"):
             return await self._stream(request, writing)
         return web.json_response(writing.whole(), headers=dict(writing.reply.headers))
 
+    def _forced(self, body: Json) -> Forced | Fault | None:
+        """Return what a grammar forces llama.cpp to write, or its complaint about the grammar."""
+        grammar = body.get("grammar")
+        ignored = self.kind != "llama.cpp" or not self.forces
+        if ignored or not grammar or not isinstance(grammar, str):
+            return None
+        match = _FORCING_GRAMMAR.fullmatch(grammar)
+        if match is None:
+            message = "Failed to initialize samplers: failed to parse grammar"
+            error = self._error_body(400, message, "invalid_request_error")
+            return Fault(400, body=error, headers={})
+        tokens = [int(token) for token in re.findall(r"\d+", match[1])]
+        if unknown := set(tokens) - set(self._vocabulary.values()):
+            message = f"Unexpected empty grammar stack after accepting piece: ? ({min(unknown)})"
+            error = self._error_body(500, f"got exception: {message}", "server_error")
+            return Fault(500, body=error, headers={})
+        limit = max_tokens_of(body)
+        pieces = [self.piece(token) for token in tokens]
+        return Forced(pieces=pieces[:limit], ended=limit is None or limit > len(pieces))
+
     async def _fail(
-        self, request: web.Request, fault: Fault, writing: _Writing | None
+        self, request: web.Request, fault: Fault, writing: Writing | None
     ) -> web.StreamResponse:
         await asyncio.sleep(fault.after)
         if fault.stream_break_after is not None and writing is not None:
@@ -520,6 +647,9 @@ class ScriptedServer:
             await asyncio.Event().wait()
         if fault.close:
             return _drop(request, web.Response())
+        return self._faulty(fault)
+
+    def _faulty(self, fault: Fault) -> web.Response:
         if fault.raw is not None:
             headers = {**fault.headers, "Content-Type": fault.content_type}
             return web.Response(body=fault.raw, status=fault.status, headers=headers)
@@ -530,7 +660,7 @@ class ScriptedServer:
         return web.json_response(body, status=fault.status, headers=dict(fault.headers))
 
     async def _stream(
-        self, request: web.Request, writing: _Writing, fault: Fault | None = None
+        self, request: web.Request, writing: Writing, fault: Fault | None = None
     ) -> web.StreamResponse:
         streamed = bool(writing.body.get("stream"))
         content_type = "text/event-stream" if streamed else "application/json"
@@ -556,176 +686,6 @@ class ScriptedServer:
             return _drop(request, response)
         await response.write_eof()
         return response
-
-    def _ids(self, pieces: Sequence[bytes]) -> list[int]:
-        return [self._vocabulary.setdefault(p, len(self._vocabulary) + 100) for p in pieces]
-
-    def _piece(self, token: int) -> bytes:
-        return next((p for p, known in self._vocabulary.items() if known == token), b"?")
-
-
-class _Writing:
-    """One reply on its way onto the wire."""
-
-    def __init__(self, server: ScriptedServer, body: Json, call: int, answer: Reply | str) -> None:
-        reply = Reply(answer) if isinstance(answer, str) else answer
-        self.server, self.body, self.call, self.reply = server, body, call, reply
-        split: Callable[[str], Sequence[str | bytes]]
-        split = split_characters if reply.split_bytes else words
-        self.prompt = prompt_pieces(body["messages"], split=split)
-        given = reply.logprobs
-        if given is None or isinstance(given, str):
-            texts = split(reply.text)
-            pairs = [(text, pseudo_logprob(text, index)) for index, text in enumerate(texts)]
-            if pairs and _text(pairs[0][0]) in reply.alternatives:
-                pairs[0] = (pairs[0][0], reply.alternatives[_text(pairs[0][0])])
-        else:
-            pairs = list(given)
-        self.tokens = [(t.encode() if isinstance(t, str) else t, logprob) for t, logprob in pairs]
-        asked = bool(body.get("logprobs")) and given is not None
-        self.entries: list[Json] | None = self._entries() if asked else None
-
-    @property
-    def base(self) -> Json:
-        model = self.reply.model or self.body.get("model") or self.server.models[0]
-        return {"id": f"chatcmpl-{self.call}", "created": 1, "model": model}
-
-    def whole(self) -> Json:
-        kind, reply = self.server.kind, self.reply
-        message: Json = {"role": "assistant", "content": reply.text}
-        if kind != "llama.cpp":
-            message["refusal"] = None
-        message |= self._reasoning(reply.reasoning)
-        choice: Json = {"index": 0, "message": message | reply.message}
-        choice |= self._logprobs(self.entries)
-        choice["finish_reason"] = reply.finish_reason
-        answer = {**self.base, "object": "chat.completion", "choices": [choice]}
-        if (usage := self._usage()) is not None:
-            answer["usage"] = usage
-        if kind == "vllm":
-            choice |= {"stop_reason": None, "token_ids": None}
-            answer |= self._prompt()
-        elif kind == "llama.cpp":
-            answer |= {"timings": {"prompt_n": len(self.prompt), "predicted_n": len(self.tokens)}}
-        return answer | reply.extra
-
-    def chunks(self) -> list[Json]:
-        empty = None if self.server.kind == "llama.cpp" else ""
-        chunks = [self._chunk({"role": "assistant", "content": empty})]
-        thoughts = words(self.reply.reasoning or "")
-        chunks += [self._chunk(self._reasoning(thought)) for thought in thoughts]
-        texts = _decode_incrementally([token for token, _ in self.tokens])
-        for index, text in enumerate(texts):
-            entries = None if self.entries is None else [self.entries[index]]
-            chunks.append(self._chunk({"content": text}, entries))
-        chunks.append(self._chunk({}, finish_reason=self.reply.finish_reason))
-        usage = self._usage()
-        if usage is not None and (self.body.get("stream_options") or {}).get("include_usage"):
-            chunks.append({**chunks[0], "choices": [], "usage": usage})
-        return chunks
-
-    def _chunk(
-        self, delta: Json, entries: list[Json] | None = None, finish_reason: str | None = None
-    ) -> Json:
-        choice = {"index": 0, "delta": delta, **self._logprobs(entries)}
-        choice["finish_reason"] = finish_reason
-        return {**self.base, "object": "chat.completion.chunk", "choices": [choice]}
-
-    def _logprobs(self, entries: list[Json] | None) -> Json:
-        if entries is not None:
-            return {"logprobs": {"content": entries}}
-        return {} if self.server.kind == "llama.cpp" else {"logprobs": None}
-
-    def _reasoning(self, text: str | None) -> Json:
-        if text is None:
-            return {}
-        return {"reasoning_content" if self.server.kind == "llama.cpp" else "reasoning": text}
-
-    def _usage(self) -> Json | None:
-        if self.reply.usage != AUTO:
-            return self.reply.usage
-        prompt, completion = len(self.prompt), len(self.tokens)
-        details = None if self.server.kind == "vllm" else {"cached_tokens": 0}
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": details,
-        }
-
-    def _entries(self) -> list[Json]:
-        shown = self._shown([token for token, _ in self.tokens])
-        entries = []
-        for index, (data, logprob) in enumerate(self.tokens):
-            entry = self._entry(data, shown[index], logprob)
-            candidates = {text.encode(): value for text, value in self.reply.alternatives.items()}
-            if index:
-                candidates = {b" or": logprob - 1.0, b" so": logprob - 2.0}
-            candidates.pop(data, None)
-            ids = self.body.get("logprob_token_ids") if self.server.kind == "vllm" else None
-            if ids is None:
-                ranked = sorted(candidates.items(), key=lambda pair: -pair[1])
-                count = self.body.get("top_logprobs") or 0
-            else:
-                named = [self.server._piece(token) for token in ids]
-                ranked = [(p, candidates.get(p, -20.0)) for p in named if p != data]
-                count = len(ranked) + 1
-            others = [self._entry(p, p.decode(errors="replace"), value) for p, value in ranked]
-            entries.append({**entry, "top_logprobs": [entry, *others][:count]})
-        return entries
-
-    def _entry(self, data: bytes, text: str, logprob: float) -> Json:
-        if self.server.kind == "vllm":
-            data = text.encode()
-        entry: Json = {"token": text, "bytes": list(data), "logprob": logprob}
-        if self.server.kind == "llama.cpp":
-            entry["id"] = self.server._ids([data])[0]
-        return entry
-
-    def _shown(self, pieces: Sequence[bytes]) -> list[str]:
-        """Return the tokens' text: each kind of server has its way with parts of characters."""
-        if self.server.kind == "vllm":
-            return _decode_incrementally(pieces)
-        if self.server.kind == "llama.cpp":
-            return [codecs.getincrementaldecoder("utf-8")("replace").decode(p) for p in pieces]
-        return [piece.decode(errors="backslashreplace") for piece in pieces]
-
-    def _prompt(self) -> Json:
-        ids, reply = self.server._ids(self.prompt), self.reply
-        logprobs: Any = None
-        if (wanted := self.body.get("prompt_logprobs")) is not None:
-            logprobs = reply.prompt_logprobs
-            if logprobs == AUTO:
-                logprobs = [None]
-                texts = _decode_incrementally(self.prompt)
-                for index in range(1, len(ids)):
-                    value = pseudo_logprob(self.prompt[index], index)
-                    row = {str(ids[index]): _rank(value, 3 if wanted else 1, texts[index])}
-                    if wanted:
-                        row["1"] = _rank(value / 2, 1, " other")
-                    logprobs.append(row)
-        token_ids = ids if reply.prompt_token_ids == AUTO else reply.prompt_token_ids
-        if not self.body.get("return_token_ids"):
-            token_ids = None
-        return {"prompt_logprobs": logprobs, "prompt_token_ids": token_ids}
-
-
-def _rank(logprob: float, rank: int, text: str) -> Json:
-    return {"logprob": logprob, "rank": rank, "decoded_token": text}
-
-
-def _text(content: Any) -> str:
-    """Return a message's or token's text, whatever form it has."""
-    if isinstance(content, bytes):
-        return content.decode(errors="replace")
-    if isinstance(content, list):
-        return "".join(part.get("text", "") for part in content)
-    return content or ""
-
-
-def _decode_incrementally(pieces: Sequence[bytes]) -> list[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    return [decoder.decode(piece) for piece in pieces]
 
 
 def _event(data: Any) -> bytes:

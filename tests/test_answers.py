@@ -19,8 +19,9 @@ from specrag_integrations import (
     Trace,
     Usage,
 )
-from specrag_integrations.answers import StepUsage, dissent_from
+from specrag_integrations.answers import dissent_from
 from specrag_integrations.models import TokenCount
+from specrag_integrations.usage import StepUsage
 
 
 def step(role="drafter", *, attempts=1, **count):
@@ -182,7 +183,13 @@ def test_an_answer_survives_strict_json():
     assert data["passages"][0]["id"] == "p0"
     assert data["passages"][0]["text"] == "secret text 0"
     assert data["dissent"][0]["answer"] == "Rome"
-    assert data["selection"] == {"winner": 0, "ranking": [0], "reason": None}
+    assert data["selection"] == {
+        "winner": 0,
+        "ranking": [0],
+        "reason": None,
+        "selector": "",
+        "shares": {},
+    }
     assert data["confidence"] is None
     assert [one["index"] for one in data["trace"]["drafts"]] == [0, 1, 2]
     assert data["trace"]["drafts"][2]["failed"] == "down"

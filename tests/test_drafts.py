@@ -57,6 +57,26 @@ def test_without_log_probabilities_a_draft_has_none():
     assert draft.answer_logprob is None
 
 
+@pytest.mark.parametrize(("written", "complete"), [(5, True), (6, True), (7, False), (None, True)])
+def test_tokens_that_are_not_listed_leave_no_draft_terms(written, complete):
+    """llama.cpp leaves out parts of characters; the rest alone would flatter the draft.
+
+    The end of the turn is counted by some servers, and listed by none.
+    """
+    tokens = tokens_of(
+        ("Rationale", -64.0), (":", -32.0), (" so.", -1.0), ("\nAnswer:", -16.0), (" Paris", -2.0)
+    )
+    reply = ChatReply(
+        text="Rationale: so.\nAnswer: Paris", tokens=tokens, count=TokenCount(completion=written)
+    )
+
+    draft, _ = drafted(reply)
+
+    assert (draft.answer_logprob is not None) is complete
+    told = "draft 3: no draft terms, since 5 of 7 written tokens have a log-probability"
+    assert draft.notes == (() if complete else (told,))
+
+
 def test_the_written_tokens_log_probabilities_are_asked_for():
     """And no alternatives, which would slow the server for every token."""
     _, (model,) = drafted(GOOD)

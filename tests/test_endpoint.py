@@ -570,7 +570,8 @@ def test_fewer_alternatives_are_asked_for(scripted, connect, caplog, message, as
     ],
 )
 def test_a_server_without_logprobs_still_writes_text(scripted, connect, caplog, message):
-    """The reply has no tokens, and one warning says why."""
+    """The reply has no tokens, and one line says why; who needs them warns."""
+    caplog.set_level(logging.INFO, "specrag_integrations")
 
     def respond(body, call):
         return Fault(400, body={"detail": message}) if "logprobs" in body else "Yes"
@@ -579,7 +580,7 @@ def test_a_server_without_logprobs_still_writes_text(scripted, connect, caplog, 
     replies = [chat(endpoint, WITH_LOGPROBS) for _ in range(3)]
     assert [(reply.text, reply.tokens) for reply in replies] == [("Yes", None)] * 3
     assert [reply.attempts for reply in replies[1:]] == [1, 1]
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert [record.levelname for record in caplog.records] == ["INFO"]
     assert message in caplog.text
 
 
@@ -933,12 +934,14 @@ def test_vllm_scores_exactly_the_assistant_message(scripted, connect):
     assert len(reply.tokens) == 1
 
 
-def test_prompt_logprobs_are_asked_of_vllm_alone(scripted, connect):
-    """Other servers refuse the field, or ignore it; without `score_message` nobody is asked."""
-    for kind in ("openai", "llama.cpp"):
+def test_any_server_is_asked_for_prompt_logprobs_and_may_ignore_it(scripted, connect):
+    """It may be a proxy to a vLLM. Without `score_message` nobody is asked."""
+    for kind in ("openai", "llama.cpp", "sglang"):
         server = scripted("Yes", kind=kind)
-        assert chat(connect(server), SCORED).scored is None
-        assert "prompt_logprobs" not in server.chats[0]
+        reply = chat(connect(server), SCORED)
+        assert reply.scored is None
+        assert reply.scored_evidence == f"0 of {reply.count.prompt} positions"
+        assert server.chats[0]["prompt_logprobs"] == 0
     server = scripted("Yes", kind="vllm")
     chat(connect(server), WITH_LOGPROBS)
     assert server.requests == [("POST", "/v1/chat/completions")]
@@ -950,7 +953,6 @@ def test_prompt_logprobs_are_asked_of_vllm_alone(scripted, connect):
     [
         Reply("Yes", prompt_logprobs=None),
         Reply("Yes", prompt_logprobs=[None]),
-        Reply("Yes", prompt_token_ids=None),
         Reply("Yes", prompt_token_ids=[1, 2, 3]),
         Reply("Yes", prompt_token_ids=[7] * 60, prompt_logprobs=[None] * 60),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -25,8 +26,9 @@ from specrag_integrations import (
     Scoring,
     SpeculativeRAG,
 )
-from specrag_integrations.models import Capabilities, ChatReply
+from specrag_integrations.models import ChatReply
 from specrag_integrations.portal import portal
+from specrag_integrations.selection import Pool, Selection
 
 PASSAGES = [Passage(text=f"Fact number {n} is about river {n}.", id=f"p{n}") for n in range(10)]
 QUESTION = "Which river is meant?"
@@ -245,18 +247,23 @@ def test_a_verifier_without_logprobs_leads_to_the_next_tier(scripted: Scripted) 
 
 
 def test_a_tier_is_given_up_after_three_questions_not_one(scripted: Scripted) -> None:
-    """Three questions in a row without log-probabilities end the asking; one does not."""
+    """Three questions in a row without log-probabilities end the asking; one does not.
+
+    This verifier writes no letters either: three more questions end the asking for those.
+    """
     verifier = scripted(Reply("Yes", logprobs=None))
     rag = make(scripted(by_first_fact({})), verifier=Endpoint(verifier.base_url))
 
-    asked = []
-    for _ in range(5):
+    asked = [0]
+    for _ in range(8):
         rag.ask(QUESTION, PASSAGES)
         asked.append(len(verifier.chats))
 
-    first = asked[0]
-    assert first
-    assert asked == [first, 2 * first, 3 * first, 3 * first, 3 * first]
+    assert [after - before for before, after in itertools.pairwise(asked)] == [
+        *[4 + 1] * 3,
+        *[1] * 3,
+        *[0] * 2,
+    ]
 
 
 def test_scores_of_different_tiers_are_never_compared(scripted: Scripted) -> None:
@@ -275,16 +282,18 @@ def test_scores_of_different_tiers_are_never_compared(scripted: Scripted) -> Non
     assert any(score.missing and "overloaded" in score.missing for score in answer.trace.scores)
 
 
-def test_no_logprobs_anywhere_falls_back(scripted: Scripted) -> None:
-    """Where neither model returns log-probabilities no draft can be trusted."""
+def test_no_logprobs_and_no_agreement_fall_back(scripted: Scripted) -> None:
+    """Without log-probabilities, letters or two equal answers no draft can be trusted."""
 
     def respond(body: dict[str, Any], call: int) -> Reply:
-        reply = by_first_fact({})(body, call)
-        return Reply(reply.text, logprobs=None)
+        if "Draft A" in text_of(body):
+            return Reply("neither")
+        return Reply(by_first_fact({})(body, call).text, logprobs=None)
 
     answer = make(scripted(respond)).ask(QUESTION, PASSAGES)
 
-    assert answer.fallback_reason is FallbackReason.NO_USABLE_DRAFT
+    assert answer.fallback_reason is FallbackReason.DISAGREEMENT
+    assert answer.tier == "agreement"
     assert answer.text == "standard answer [1]"
 
 
@@ -312,7 +321,9 @@ def test_different_drafters_are_not_compared_by_their_own_logprobs(scripted: Scr
 
     with pytest.raises(ConfigurationError, match="draft_only"):
         SpeculativeRAG(**options, scoring=Scoring(tier="draft_only"))
-    assert SpeculativeRAG(**options).ask(QUESTION, PASSAGES).text == "plain"
+    answer = SpeculativeRAG(**options).ask(QUESTION, PASSAGES)
+    assert answer.tier == "agreement"
+    assert {term for score in answer.trace.scores for term in score.terms} == {"agreement"}
 
 
 def test_drafts_are_dealt_to_the_drafters_in_turn(scripted: Scripted) -> None:
@@ -395,7 +406,8 @@ def test_the_request_bound_holds_when_everything_fails(
     with pytest.raises(NoAnswerError):
         rag.ask(QUESTION, PASSAGES)
 
-    assert rag.max_requests == attempts * (4 + 4 + 1)
+    # Two tiers of one request per draft, two requests of `choice`, and the fallback.
+    assert rag.max_requests == attempts * (4 + 2 * 4 + 2 + 1)
     # Nothing is verified where nothing was drafted: four drafts and the fallback.
     tried = attempts if fault.close or fault.status == 503 else 1
     assert len(server.chats) == 5 * tried
@@ -535,12 +547,15 @@ def test_a_selector_may_trust_none(server: ScriptedServer) -> None:
     """A selector that returns nothing leads to the fallback; one that invents is an error."""
 
     class Nobody:
-        def rank(self, candidates: Any) -> Any:
-            return []
+        reads_scores, requests = True, 0
 
-    class Twice:
-        def rank(self, candidates: Any) -> Any:
-            return [candidates[0], candidates[0]]
+        async def select(self, pool: Pool) -> Selection:
+            return Selection(winner=None, ranking=())
+
+    class Twice(Nobody):
+        async def select(self, pool: Pool) -> Selection:
+            first = pool.candidates[0].draft.index
+            return Selection(winner=first, ranking=(first, first))
 
     server.respond = by_first_fact({})
     assert make(server, selector=Nobody()).ask(QUESTION, PASSAGES).text == "standard answer [1]"
@@ -591,8 +606,11 @@ class Broken:
     def stream(self, request: Any, *, step: Any) -> Any:
         raise NotImplementedError
 
-    async def capabilities(self) -> Capabilities:
-        return Capabilities()
+    async def capabilities(self) -> None:
+        return None
+
+    async def probe(self, request: Any) -> None:
+        return None
 
     async def count_tokens(self, messages: Any) -> int | None:
         return None

@@ -6,9 +6,13 @@ from specrag_integrations import Message, Passage
 from specrag_integrations.prompts import (
     answer_messages,
     check_messages,
+    choice_messages,
     draft_messages,
     draft_text,
+    letters,
     numbered,
+    refine_messages,
+    single_prompt_messages,
 )
 
 PASSAGES = [Passage(text=" Paris is large. ", title="France"), Passage(text="Rome is old.")]
@@ -97,9 +101,83 @@ def test_the_fallback_prompt():
 
 def test_the_verification_prompt():
     """The draft stands as an assistant's turn; no passage is in it."""
-    messages = check_messages("Which city is old?", rationale="[2] says so.", answer="Rome")
+    text = draft_text("[2] says so.", "Rome")
 
-    assert shown(messages) == CHECK
+    assert shown(check_messages("Which city is old?", draft=text)) == CHECK
+
+
+def test_the_verification_prompt_with_passages():
+    """They come before the question, numbered as the rationale cites them."""
+    messages = check_messages("Which city is old?", draft="Answer: Rome", passages=PASSAGES)
+
+    assert messages[0].content == (
+        "[1] France\nParis is large.\n\n[2] Rome is old.\n\nWhich city is old?"
+    )
+
+
+def test_either_part_of_a_draft_may_come_first():
+    """The paper's verifier reads the answer first."""
+    assert draft_text("[2] says so.", "Rome", answer_first=True) == (
+        "Answer: Rome\nRationale: [2] says so."
+    )
+    assert draft_text("", "Rome", answer_first=True) == "Answer: Rome"
+
+
+CHOICE = """\
+<user>
+Question: Which city is old?
+
+Draft A
+Rationale: [2] says so.
+Answer: Rome
+
+Draft B
+Answer: Paris
+
+Which draft gives the correct answer to the question? Reply with its letter only."""
+SINGLE_PROMPT = CHOICE[: CHOICE.index("Which draft")] + (
+    "Choose the draft that answers the question most accurately, and improve its answer where it "
+    "is wrong or unclear. Write two lines: Best: and the draft's letter, then Answer: and the "
+    "answer in a few words."
+)
+REFINE = """\
+<user>
+A draft answers the question from these passages. Check it against them and write the answer in a \
+few words, corrected where it is wrong, and cite the passage. If the passages do not tell, the \
+answer is unknown.
+
+[1] France
+Paris is large.
+
+[2] Rome is old.
+
+Question: Which city is old?
+
+Rationale: [2] says so.
+Answer: Rome"""
+
+
+def test_the_prompts_that_show_all_drafts():
+    """Lettered, in the order given; a draft without a rationale shows its answer alone."""
+    drafts = [("[2] says so.", "Rome"), ("", "Paris")]
+
+    assert shown(choice_messages("Which city is old?", drafts)) == CHOICE
+    assert shown(single_prompt_messages("Which city is old?", drafts)) == SINGLE_PROMPT
+
+
+def test_letters_end_with_the_alphabet():
+    """Nobody shows more drafts than that in one prompt."""
+    assert letters(3) == ("A", "B", "C")
+    assert len(letters(40)) == 26
+
+
+def test_the_prompt_that_mends_a_draft():
+    """It holds the draft's own passages, in the order its citations mean."""
+    messages = refine_messages(
+        "Which city is old?", PASSAGES, rationale="[2] says so.", answer="Rome"
+    )
+
+    assert shown(messages) == REFINE
 
 
 def test_a_draft_without_a_rationale_has_no_empty_header():

@@ -10,8 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specrag_integrations.errors import MalformedReplyError
-from specrag_integrations.models import ChatRequest, assistant, user
-from specrag_integrations.replies import Collected, read_capabilities, read_reply
+from specrag_integrations.models import ChatRequest, Token, assistant, user
+from specrag_integrations.replies import (
+    Collected,
+    Scored,
+    read_capabilities,
+    read_reply,
+    spans_disagree,
+)
 
 ASKED = ChatRequest(messages=(user("q"),), max_tokens=5, top_logprobs=2)
 SCORED = ChatRequest(
@@ -206,7 +212,6 @@ def test_a_text_that_occurs_twice_gives_none():
         lambda rows, ids: (rows, [token + 1 for token in ids]),
         lambda rows, ids: ([None], ids),
         lambda rows, ids: ([None] * len(ids), ids),
-        lambda rows, ids: (rows, None),
         lambda rows, ids: (None, ids),
         lambda rows, ids: ("rows", "ids"),
         lambda rows, ids: ([*rows[:8], None, *rows[9:]], ids),
@@ -220,6 +225,55 @@ def test_prompt_arrays_that_cannot_be_right_give_none(change):
     arrays = prompt(*BEFORE, "It", " is 日本", ".", *AFTER)
     rows, ids = change(arrays["prompt_logprobs"], arrays["prompt_token_ids"])
     assert scored({"prompt_logprobs": rows, "prompt_token_ids": ids}) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "ids", "evidence"),
+    [
+        (lambda rows: None, lambda ids: None, "0 of 14 positions"),
+        (lambda rows: [None], lambda ids: ids, "0 of 14 positions"),
+        (lambda rows: rows[:-1], lambda ids: ids, "12 of 14 positions"),
+        (lambda rows: [None, *rows[:-1]], lambda ids: ids, "0 of 14 positions"),
+        (lambda rows: with_logprob(rows, -9999.0), lambda ids: ids, "all are fillers"),
+        (lambda rows: rows, lambda ids: ids, "13 of 14 positions"),
+    ],
+)
+def test_the_evidence_counts_what_came_back(rows, ids, evidence):
+    """How many of the prompt's tokens have a log-probability, and what is wrong with them."""
+    arrays = prompt(*BEFORE, "It is 日本.", *AFTER, "\n")
+    data = {
+        "prompt_logprobs": rows(arrays["prompt_logprobs"]),
+        "prompt_token_ids": ids(arrays["prompt_token_ids"]),
+        "usage": {"prompt_tokens": 14},
+    }
+
+    assert evidence in read(body(**data), SCORED).scored_evidence
+
+
+def test_servers_too_old_to_send_token_ids_are_read_all_the_same():
+    """Asked for no alternatives, they name at each place the token itself; the length must fit."""
+    arrays = prompt(*BEFORE, "It is 日本.", *AFTER)
+    data = {"prompt_logprobs": arrays["prompt_logprobs"], "usage": {"prompt_tokens": 13}}
+
+    assert [token.text for token in scored(data)] == ["It is 日本."]
+    assert scored({**data, "usage": {"prompt_tokens": 20}}) is None
+
+
+@pytest.mark.parametrize(
+    ("whole_ids", "changed", "agrees"),
+    [
+        ([1, 2, 3, 4, 5, 6], [1, 2, 9, 5, 6], True),
+        ([1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 5, 6], False),
+        ([1, 2, 3, 4, 5, 6], [1, 2, 9, 6], False),
+        ([1, 1, 2, 3, 4, 5, 6], [1, 1, 2, 9, 5, 6], False),
+    ],
+)
+def test_a_span_is_checked_against_the_tokeniser(whole_ids, changed, agrees):
+    """What two prompts with another text in this place begin and end with is not the message."""
+    tokens = tuple(Token(text="x", data=b"x", logprob=-1.0) for _ in range(2))
+    found = Scored("", tokens, (1, 2, 3, 4, 5, 6), 2)
+
+    assert (spans_disagree(found, whole_ids, changed) == "") is agrees
 
 
 def with_logprob(rows, value):
