@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from specrag_integrations.models import LOGPROB_FLOOR, ChatReply, Token
+from specrag_integrations.spans import THINKING_BEGINS, THINKING_ENDS
 
 YES_NO = ("Yes", "No")
 
 _AROUND = " \t\r\n\"'*_.,!:()[]\u2581\u0120\u010a"
 """What may stand around a label, the marks of several tokenisers for white space included."""
-_THINKING = re.compile(
-    r"\s*(?:<(?:think|thinking|reasoning)>|\[THINK\]|\u25c1think\u25b7)", re.IGNORECASE
-)
-_THOUGHT = re.compile(
-    r"</(?:think|thinking|reasoning)>|\[/THINK\]|\u25c1/think\u25b7", re.IGNORECASE
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +68,14 @@ def first_word(reply: ChatReply) -> Token | None:
     None where there is none, or where the model was still thinking when it was cut off.
     """
     tokens: Sequence[Token] = reply.tokens or ()
-    if reply.thinking and not any(_THOUGHT.search(token.text) for token in tokens):
+    if reply.thinking and not any(THINKING_ENDS.search(token.text) for token in tokens):
         tokens = _behind_thoughts(reply)
     written = ""
     began, start = False, 0
     for index, token in enumerate(tokens):
         written += token.text
-        began = began or bool(_THINKING.match(written))
-        if _THOUGHT.search(written):
+        began = began or bool(THINKING_BEGINS.match(written))
+        if THINKING_ENDS.search(written):
             written, began, start = "", False, index + 1
     if began:
         return None
@@ -102,4 +96,4 @@ def _behind_thoughts(reply: ChatReply) -> Sequence[Token]:
 def is_thinking(reply: ChatReply) -> bool:
     """Whether the model thought aloud before its reply, or was about to."""
     text = "".join(token.text for token in reply.tokens or ()) or reply.text
-    return reply.thinking or bool(_THINKING.match(text) or _THOUGHT.search(text))
+    return reply.thinking or bool(THINKING_BEGINS.match(text) or THINKING_ENDS.search(text))

@@ -86,6 +86,26 @@ class Token:
     """(text, log-probability in nats) of the likeliest tokens here, in no certain order."""
 
 
+def overlapping(lengths: Sequence[int], start: int, end: int) -> list[int]:
+    """Return which of some pieces laid end to end overlap [start, end).
+
+    A piece without length belongs to the next that has some: several servers give the first tokens
+    of a character no text, and the last all of it, with the white space that the first began with.
+    """
+    places: list[int] = []
+    empty: list[int] = []
+    position = 0
+    for place, length in enumerate(lengths):
+        if not length:
+            empty.append(place)
+            continue
+        if position < end and position + length > start:
+            places += [*empty, place]
+        empty = []
+        position += length
+    return places
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCount:
     """Tokens one request cost, as the server counted them; None where it did not say."""

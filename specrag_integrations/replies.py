@@ -19,6 +19,7 @@ from specrag_integrations.models import (
     ChatRequest,
     Token,
     TokenCount,
+    overlapping,
 )
 
 Json = dict[str, Any]
@@ -168,18 +169,23 @@ def read_scored(data: Json, request: ChatRequest) -> Scored | None:
     positions = f"{usable} of {length} positions"
     if not usable or ids is None or len(entries) != length:
         return Scored(positions)
-    prompt = "".join(token.text if token else "" for token in tokens)
+    pieces = [token.text if token else "" for token in tokens]
     texts = [message.to_dict()["content"] for message in request.messages]
-    start = _place(prompt, texts, request.score_message)
-    if isinstance(start, str):
-        return Scored(f"{positions}, but {start}" if usable == length - 1 else positions)
-    cut = _cut(tokens, start, start + len(texts[request.score_message]))
-    if cut is None:
+    cut = _places(pieces, texts, request.score_message)
+    if cut == _CHANGED and not any(" " in piece for piece in pieces):
+        # Some tokenisers decode single tokens without the space before them.
+        cut = _places(
+            list(map(_squeezed, pieces)), list(map(_squeezed, texts)), request.score_message
+        )
+    if isinstance(cut, str):
+        return Scored(f"{positions}, but {cut}" if usable == length - 1 else positions)
+    found = [tokens[place] for place in range(cut[0], cut[-1] + 1)]
+    known = tuple(token for token in found if token is not None)
+    if len(known) < len(found):
         return Scored(f"{positions}, but not those of the whole message")
-    found = tuple(token for token in tokens[cut.start : cut.stop] if token)
-    if all(token.logprob <= LOGPROB_FLOOR for token in found):
+    if all(token.logprob <= LOGPROB_FLOOR for token in known):
         return Scored(f"{positions}, but all are fillers")
-    return Scored(positions, found, tuple(ids), cut.start)
+    return Scored(positions, known, tuple(ids), cut[0])
 
 
 def _prompt_ids(data: Json, entries: Sequence[Json]) -> list[int] | None:
@@ -193,19 +199,29 @@ def _prompt_ids(data: Json, entries: Sequence[Json]) -> list[int] | None:
     return None
 
 
-def _place(prompt: str, texts: Sequence[str], index: int) -> int | str:
-    """Return where the text with this index begins, or why nobody can say."""
+def _places(pieces: Sequence[str], texts: Sequence[str], index: int) -> list[int] | str:
+    """Return the places of the tokens of the text with this index, or why nobody can say."""
+    prompt = "".join(pieces)
     end, first, last = 0, -1, len(prompt)
     for text in texts[: index + 1]:
         first = prompt.find(text, end)
         if first < 0:
-            return "the chat template changes the messages"
+            return _CHANGED
         end = first + len(text)
     for text in reversed(texts[index:]):
         last = prompt.rfind(text, 0, last)
         if last < 0:
-            return "the chat template changes the messages"
-    return first if first == last else "the message stands in the prompt twice"
+            return _CHANGED
+    if first != last:
+        return "the message stands in the prompt twice"
+    return overlapping([len(piece) for piece in pieces], first, end) or _CHANGED
+
+
+_CHANGED = "the chat template changes the messages"
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.replace("\u2581", " ").split())
 
 
 def _read_prompt_token(entry: Json, token_id: int) -> Token | None:
@@ -215,24 +231,6 @@ def _read_prompt_token(entry: Json, token_id: int) -> Token | None:
         return None
     text = text if isinstance(text, str) else ""
     return Token(text=text, data=text.encode(errors="replace"), logprob=logprob)
-
-
-def _cut(tokens: Sequence[Token | None], start: int, end: int) -> slice | None:
-    """Return where the tokens stand whose characters overlap [start, end); None if one is missing.
-
-    The first bytes of a character have no text of their own: they come before it, at its place.
-    """
-    places: list[int] = []
-    position = 0
-    for place, token in enumerate(tokens):
-        length = len(token.text) if token else 0
-        begun = position + length > start or (not length and position == start)
-        if position < end and begun:
-            if token is None:
-                return None
-            places.append(place)
-        position += length
-    return slice(places[0], places[-1] + 1) if places else None
 
 
 def spans_disagree(scored: Scored, whole: Sequence[int], changed: Sequence[int]) -> str:

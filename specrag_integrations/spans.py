@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specrag_integrations.errors import DraftFormatError
-from specrag_integrations.models import Token
+from specrag_integrations.models import Token, overlapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,10 @@ _THINKING = re.compile(
     r"|\[THINK\].*?(?:\[/THINK\]|\Z)|\u25c1think\u25b7.*?(?:\u25c1/think\u25b7|\Z)",
     re.DOTALL | re.IGNORECASE,
 )
-_END_OF_THINKING = re.compile(
+THINKING_BEGINS = re.compile(
+    r"\s*(?:<(?:think|thinking|reasoning)>|\[THINK\]|\u25c1think\u25b7)", re.IGNORECASE
+)
+THINKING_ENDS = re.compile(
     r"</(?:think|thinking|reasoning)>|\[/THINK\]|\u25c1/think\u25b7", re.IGNORECASE
 )
 _END_OF_TURN = re.compile(
@@ -160,7 +163,7 @@ def _without_blocks(text: str) -> str:
     """Blank thinking blocks and what follows the end of the turn, keeping every position."""
     text = _THINKING.sub(lambda match: " " * len(match[0]), text)
     # Some templates open the thinking block in the prompt, so that only its end is seen.
-    ends = list(_END_OF_THINKING.finditer(text))
+    ends = list(THINKING_ENDS.finditer(text))
     text = " " * ends[-1].end() + text[ends[-1].end() :] if ends else text
     turn = next((end for end in _END_OF_TURN.finditer(text) if text[: end.start()].strip()), None)
     return text[: turn.start()].ljust(len(text)) if turn else text
@@ -212,25 +215,34 @@ def span_logprob(tokens: Sequence[Token] | None, text: str, span: Span) -> SpanL
 
     Tokens are laid out by their bytes, since one character may be spread over several tokens. A
     reply's text may lack what its tokens hold (a stripped thinking block, white space), so the text
-    is looked for in the tokens' bytes from the end; None if it is not there.
+    is looked for in the tokens' bytes from the end; None if it is not there. Some tokenisers decode
+    single tokens without the space before them: then white space is left out of the comparison.
     """
     if not tokens or span.start >= span.end:
         return None
-    stream = b"".join(token.data for token in tokens)
-    base = stream.rfind(_bytes(text))
-    if base < 0:
+    parts = (text[: span.start], span.of(text), text[span.end :])
+    pieces = [token.data for token in tokens]
+    found = _found(pieces, [_bytes(part) for part in parts])
+    if not found and not any(b" " in piece for piece in pieces):
+        squeezed = [_squeezed(_bytes(part)) for part in parts]
+        found = _found([_squeezed(piece) for piece in pieces], squeezed)
+    if not found:
         return None
-    start = base + len(_bytes(text[: span.start]))
-    end = base + len(_bytes(text[: span.end]))
-    total, count, position = 0.0, 0, 0
-    for token in tokens:
-        following = position + len(token.data)
-        # Some servers write a character's first parts as empty tokens, at the character's start.
-        if position < end and (following > start or position == following == start):
-            total += token.logprob
-            count += 1
-        position = following
-    return SpanLogprob(total=total, tokens=count) if count else None
+    return SpanLogprob(total=sum(tokens[place].logprob for place in found), tokens=len(found))
+
+
+def _found(pieces: Sequence[bytes], parts: Sequence[bytes]) -> list[int]:
+    """Return which pieces overlap the middle one of three parts of a text."""
+    before, part, after = parts
+    base = b"".join(pieces).rfind(before + part + after)
+    if base < 0 or not part:
+        return []
+    start = base + len(before)
+    return overlapping([len(piece) for piece in pieces], start, start + len(part))
+
+
+def _squeezed(data: bytes) -> bytes:
+    return b"".join(data.replace("\u2581".encode(), b" ").split())
 
 
 def _bytes(text: str) -> bytes:

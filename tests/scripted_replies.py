@@ -550,6 +550,16 @@ def _rank(logprob: float, rank: int, text: str) -> Json:
 
 
 def decode_incrementally(pieces: Sequence[bytes]) -> list[str]:
-    """Return each token's text; a character stands where its last byte does."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    return [decoder.decode(piece) for piece in pieces]
+    """Return each token's text as vLLM does.
+
+    Tokens that end within a character have none; the one that completes it has all of theirs, with
+    the white space that the first of them may have begun with.
+    """
+    texts, pending = [], b""
+    for piece in pieces:
+        pending += piece
+        text = codecs.getincrementaldecoder("utf-8")("replace").decode(pending)
+        unfinished = len(text.encode()) < len(pending) and not text.endswith("\ufffd")
+        texts.append("" if unfinished else text)
+        pending = pending if unfinished else b""
+    return texts

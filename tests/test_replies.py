@@ -172,6 +172,25 @@ def test_scored_tokens_are_exactly_the_messages():
     assert [token.logprob for token in found] == [-7, -8, -9, -10, -11]
 
 
+def test_the_first_bytes_of_a_character_may_hold_the_space_before_it():
+    """They have no text, and come before the space in the prompt."""
+    request = ChatRequest(
+        messages=(user("Who is it?"), assistant("It: 日本"), user("True?")),
+        max_tokens=1,
+        score_message=1,
+    )
+    found = scored(prompt(*BEFORE, "It", ":", "", "", " 日", "", "本", *AFTER), request)
+    assert [token.logprob for token in found] == [-7, -8, -9, -10, -11, -12, -13]
+
+
+def test_tokens_decoded_without_their_spaces_are_found():
+    """Some tokenisers leave them out of single tokens, everywhere; a template leaves out some."""
+    bare = ("<s>", "<user>", "Who", "is", "it?", "<end>", "<assistant>\n")
+    found = scored(prompt(*bare, "It", "is", "日本", ".", *AFTER))
+    assert [token.text for token in found] == ["It", "is", "日本", "."]
+    assert scored(prompt(*BEFORE, "It", "is", "日本", ".", *AFTER)) is None
+
+
 def test_a_token_across_the_edge_belongs_to_the_message():
     """Templates may merge the first word with the line break before it."""
     found = scored(prompt(*BEFORE[:-1], "<assistant>", "\nIt", " is 日本", ".<end>", *AFTER[1:]))

@@ -184,7 +184,7 @@ def test_logprobs_are_given_made_up_or_left_out(scripted):
     ("kind", "shown", "data"),
     [
         ("openai", ["n\\xc3", "\\xa9"], [[110, 195], [169]]),
-        ("vllm", ["n", "é"], [[110], [195, 169]]),
+        ("vllm", ["", "né"], [[], [110, 195, 169]]),
         ("sglang", ["n�", "�"], [[110, 239, 191, 189], [239, 191, 189]]),
         ("llama.cpp", ["n", "�"], [[110, 195], [169]]),
     ],
@@ -198,7 +198,7 @@ def test_split_characters_look_as_each_server_shows_them(scripted, kind, shown, 
     assert [entry["bytes"] for entry in content] == data
     assert reply["choices"][0]["message"]["content"] == "né"
     chunks = [json.loads(event) for event in events(server, {**body, "stream": True})[:-1]]
-    assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks[1:3]] == ["n", "é"]
+    assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks[1:3]] == ["", "né"]
 
 
 def test_stream_brings_role_tokens_reason_usage_and_done(scripted):

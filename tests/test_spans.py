@@ -386,3 +386,39 @@ def test_half_a_character_is_no_crash():
     text = "Answer: \ud83d"
 
     assert of(tokens_of(("Answer:", -1.0)), text, "\ud83d") is None
+
+
+# ---------------------------------------------------------------- tokens and their text
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        # vLLM: the first bytes of a character have no text, the last all of it and the space.
+        ([("Answer:", -16.0), ("", -1.0), ("", -2.0), (" 東", -4.0), ("", -8.0), ("京", -32.0)], 5),
+        ([("Answer:", -16.0), (" ", -64.0), ("", -2.0), ("東", -4.0), ("京", -32.0)], 3),
+        ([("Answer:", -16.0), (" 東京", -4.0), ("", -64.0)], 1),
+    ],
+)
+def test_a_character_has_all_its_tokens(pieces, expected):
+    """Also those without text, which come before it; the end of a turn has none and follows."""
+    tokens = tokens_of(*pieces)
+    text = "Answer: 東京"
+
+    found = span_logprob(tokens, text, Span(8, 10))
+
+    assert found.tokens == expected
+    counted = [value for piece, value in pieces if value not in {-16.0, -64.0}]
+    assert found.total == sum(counted)
+
+
+def test_tokens_decoded_without_their_spaces_are_found():
+    """Some tokenisers leave them out of single tokens; the words are the same."""
+    words = ["Rationale:", "it", "is", "so", ".", "Answer:", "New", "York"]
+    tokens = tokens_of(*((word, -1.0 - place) for place, word in enumerate(words)))
+    text = "Rationale: it is so.\nAnswer: New York"
+
+    assert span_logprob(tokens, text, Span(11, 20)).total == -(2.0 + 3.0 + 4.0 + 5.0)
+    assert span_logprob(tokens, text, Span(29, 37)).total == -(7.0 + 8.0)
+    spaced = tokens_of(("Rationale:", -1.0), (" it", -2.0), ("is", -3.0))
+    assert span_logprob(spaced, "Rationale: it is", Span(11, 16)) is None

@@ -439,7 +439,7 @@ def test_a_question_that_repeats_the_draft_does_not_shift_the_spans(scripted: Sc
 def test_a_character_that_is_spread_over_tokens_counts_where_its_text_is(
     scripted: Scripted,
 ) -> None:
-    """The last one, with vLLM; the first, which holds the space before it, shows as that space."""
+    """All of its tokens: with vLLM the last has the text, and the first the space before it."""
     server = scripted(
         lambda body, call: replace(default_respond(body, call), split_bytes=True),
         kind="vllm",
@@ -450,11 +450,11 @@ def test_a_character_that_is_spread_over_tokens_counts_where_its_text_is(
     start = len(prompt_pieces(body["messages"][:1]))
     pieces = server.prompt(body, split_characters)
     assert [piece[-1:] for piece in pieces[start + 1 : start + 4]] == [b"\xe8", b"\xe3", b"."]
-    expected = {"consistency_rationale": (2, 3), "consistency_answer": (6, 7)}
+    expected = {"consistency_rationale": (1, 2, 3), "consistency_answer": (5, 6, 7)}
 
     for name, places in expected.items():
         logs = [pseudo_logprob(pieces[start + at], start + at) for at in places]
-        assert (found.spans[name].tokens, found.spans[name].total) == (2, pytest.approx(sum(logs)))
+        assert (found.spans[name].tokens, found.spans[name].total) == (3, pytest.approx(sum(logs)))
 
 
 def test_a_draft_without_a_rationale_is_scored_by_its_answer(scripted: Scripted) -> None:
