@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specrag_integrations.options import checked_positive, checked_whole
-from specrag_integrations.scores import TierName
+from specrag_integrations.scores import TIERS, TierName
 
 AT_ONCE = 4
 """How many requests at once a server's speed-up is measured with."""
@@ -242,7 +242,7 @@ class Servers:
             read=drafter.at_once(read, num_drafts),
             write=drafter.at_once(write, num_drafts),
             verify=self._verification(tier, num_drafts, apart),
-            requests={"draft": num_drafts, "verify": _verifications(tier, num_drafts)},
+            requests={"draft": num_drafts, "verify": TIERS[tier].requests(num_drafts)},
         )
 
     def _verification(self, tier: TierName, num_drafts: int, apart: float) -> float:
@@ -274,11 +274,6 @@ class Servers:
             listed = CHOICE_PROMPT + CHOICE_PER_DRAFT * num_drafts
             return 2 * verifier.seconds(listed, CHOICE_WRITTEN)
         return 0.0  # draft_only and agreement send nothing
-
-
-def _verifications(tier: TierName, num_drafts: int) -> int:
-    per_draft: dict[TierName, int] = {"prompt_logprobs": 1, "forced_decoding": 2, "reflection": 1}
-    return 2 if tier == "choice" else per_draft.get(tier, 0) * num_drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

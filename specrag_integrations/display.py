@@ -32,7 +32,7 @@ from specrag_integrations.usage import ModelRole
 
 if TYPE_CHECKING:  # only the doctor needs what it imports
     from specrag_integrations.doctor import Checkup, Diagnosis
-    from specrag_integrations.tiers import Trial
+    from specrag_integrations.trials import Trial
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _SHORT = 160

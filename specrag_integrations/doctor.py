@@ -1,8 +1,8 @@
 """Doctor: what two endpoints are, can do and take, found out by trying, and what to expect of them.
 
-A dozen short requests for each endpoint, sized by what the first ones take: a slow machine is asked
-for little, a fast one for enough to measure anything. What cannot be found out is a note; only an
-endpoint that answers nothing at all is an error.
+Some twenty short requests for each endpoint, sized by what the first ones take: a slow machine is
+asked for little, a fast one for enough to measure anything. What cannot be found out is a note;
+only an endpoint that answers nothing at all is an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from specrag_integrations.pipeline import PASSAGES_PER_DRAFT
 from specrag_integrations.portal import portal
 from specrag_integrations.scores import Scoring, TierName
 from specrag_integrations.tasks import Tasks
-from specrag_integrations.tiers import Trial
+from specrag_integrations.trials import Trial, working
 from specrag_integrations.verifier import Verifier, all_tiers
 
 Say = Callable[[str], None]
@@ -322,11 +322,8 @@ def _naming(role: str, say: Say) -> Say:
 
 def _first_tier(drafter: Checkup, verifier: Checkup) -> TierName:
     """Return the tier a question would begin with."""
-    works = {trial.tier: trial.works for trial in verifier.tiers}
-    if drafter.drafts is not None:
-        works["draft_only"] = drafter.drafts.works
     tiers = all_tiers(Scoring(), comparable_drafts=True, own_selector=True)
-    return next(name for name in tiers if works.get(name, True))
+    return working(tiers, (*verifier.tiers, *filter(None, [drafter.drafts])), Scoring())[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,14 @@ class Draft:
     arrived: float = 0.0
     """Seconds from the question to this draft."""
     attempts: int = 0
+    lost_tokens: bool = False
+    """Some written tokens came without a log-probability, so that the draft has none."""
     notes: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def is_mute(self) -> bool:
+        """Whether its drafter returns no log-probabilities, whatever it writes."""
+        return self.answer_logprob is None and not self.lost_tokens
 
     @property
     def index(self) -> int:
@@ -204,6 +211,7 @@ def _from_reply(reply: ChatReply, subset: Subset, name: str, arrived: float) -> 
         seconds=reply.seconds,
         arrived=arrived,
         attempts=reply.attempts,
+        lost_tokens=bool(notes),
         notes=(*reply.notes, *notes),
     )
 

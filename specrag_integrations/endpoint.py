@@ -83,8 +83,6 @@ _VERSIONS = {
     "sglang": ("/get_server_info", "version"),
 }
 """Server: the route that tells its version, and the field."""
-_OURS_TOO = {"chat_template_kwargs"}
-"""Fields of `extra_body` that are merged with ours instead of replacing them."""
 _SAID_NO = {400, 422}
 """Refusals of a trial request that stay; a wrong key or a model still loading may pass."""
 _STAND_INS = ("0", "Z", "#")
@@ -347,13 +345,15 @@ class Endpoint:
 
     async def _checked_span(self, reply: ChatReply, data: Json, request: ChatRequest) -> ChatReply:
         """Believe in spans found by their text once the server's tokeniser has confirmed one."""
-        if self._span_check is None:
-            self._span_check = await self._compare_span(data, request)
-        evidence = f"{reply.scored_evidence}{self._span_check}"
-        believed = None if ", but " in self._span_check else reply.scored
-        return replace(reply, scored=believed, scored_evidence=evidence)
+        check = self._span_check
+        if check is None:
+            check, lasting = await self._compare_span(data, request)
+            self._span_check = check if lasting else None
+        believed = None if ", but " in check else reply.scored
+        return replace(reply, scored=believed, scored_evidence=f"{reply.scored_evidence}{check}")
 
-    async def _compare_span(self, data: Json, request: ChatRequest) -> str:
+    async def _compare_span(self, data: Json, request: ChatRequest) -> tuple[str, bool]:
+        """Return what the tokeniser says of a span, and whether it would say so again."""
         scored, index = read_scored(data, request), request.score_message
         assert scored is not None and index is not None  # noqa: S101, PT018 - narrows the types
         turns = [message.to_dict() for message in request.messages]
@@ -368,9 +368,10 @@ class Endpoint:
                 await self._tokenized(changed, request),
             )
         except (EndpointError, KeyError, TypeError) as error:
-            return f" (not cross-checked: {type(error).__name__} from /tokenize)"
+            passing = isinstance(error, EndpointError) and error.retryable
+            return f" (not cross-checked: {type(error).__name__} from /tokenize)", not passing
         disagreement = spans_disagree(scored, whole, other)
-        return f", but {disagreement}" if disagreement else ", confirmed by /tokenize"
+        return f", but {disagreement}" if disagreement else ", confirmed by /tokenize", True
 
     async def _tokenized(self, turns: Sequence[Json], request: ChatRequest) -> list[int]:
         """Return a conversation's token ids by vLLM's tokeniser."""
@@ -393,6 +394,8 @@ class Endpoint:
                         ids |= dict.fromkeys(tokens if len(tokens) == 1 else ())
             except (EndpointError, KeyError, TypeError) as error:
                 log.info("%s: no ids of labels: %s", self.base_url, type(error).__name__)
+                if isinstance(error, EndpointError) and error.retryable:
+                    return ()
                 ids = {}
             self._label_ids[labels] = tuple(ids)
         return self._label_ids[labels]
@@ -531,10 +534,10 @@ class Endpoint:
             literals = " ".join(f"<[{token}]>" for token in wording.forced_ids)
             body["grammar"] = f"root ::= {literals}"
             body[dialect.max_tokens_field] = len(wording.forced_ids)
-        body |= self._template_options(request)
+        options = self._template_options(request)
         body = {key: value for key, value in body.items() if key not in dialect.refused}
-        own = {key: value for key, value in self._extra_body.items() if key not in _OURS_TOO}
-        return body | own
+        # What the user asked for is sent also where the server refuses it, and says so.
+        return body | self._extra_body | ({} if options.keys() & dialect.refused else options)
 
     def _template_options(self, request: ChatRequest) -> Json:
         """Return what the chat template is told; the user's own word counts more than ours."""
@@ -564,7 +567,9 @@ class Endpoint:
             if lookup.error is not None and lookup.failures > failures:
                 raise copy.copy(lookup.error) from lookup.error
             try:
-                data, _ = await with_retries(self._max_attempts, self._get_models)
+                # Where the name is known, a question need not wait long for the rest.
+                attempts = self._max_attempts if self._served is None else 1
+                data, _ = await with_retries(attempts, self._get_models)
             except EndpointError as error:
                 error.attempts = 0  # those were no generating requests
                 lookup.error = error
@@ -608,10 +613,13 @@ class Endpoint:
 
     async def _post_root(self, path: str, body: Json) -> Json:
         """Post to a route beside `/v1`."""
+        # What must not come back in an error: a text, or the messages themselves.
+        text = {"content": body.get("content") or body.get("prompt")}
+        sent = {"messages": body.get("messages") or [text]}
         async with self._turn() as client:
-            with self._translated():
+            with self._translated(sent):
                 url = self._beside(path)
-                return await self._json(client.post(url, cast_to=object, body=body))
+                return await self._json(client.post(url, cast_to=object, body=body), sent)
 
     async def _get_root(self, path: str) -> Json:
         """Get a route beside `/v1`."""

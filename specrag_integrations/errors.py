@@ -120,6 +120,7 @@ class NoAnswerReason(StrEnum):
 
     NO_PASSAGES = "no_passages"
     NO_USABLE_DRAFT = "no_usable_draft"
+    DISAGREEMENT = "disagreement"
     FALLBACK_FAILED = "fallback_failed"
     DEADLINE = "deadline"
 

@@ -77,7 +77,8 @@ class SpeculativeRAG(Engine):
 
     Args:
         drafter: The small model, or several: draft j goes to model j modulo their number.
-        verifier: The large model; it reads drafts, never passages, unless it has to fall back.
+        verifier: The large model; it reads drafts, and passages only to fall back or to refine, or
+            where `scoring` shows them.
         num_drafts: How many drafts (m in the paper), fewer where the passages allow no more.
         passages_per_draft: How many passages each draft reads (k in the paper).
         partitioner: How subsets are chosen.
@@ -128,6 +129,12 @@ class SpeculativeRAG(Engine):
         self._partitioner = PARTITIONER if partitioner is None else partitioner
         check_kind("partitioner", self._partitioner, method="check")
         check_kind("selector", selector, method="select")
+        for name in ("reads_scores", "requests"):
+            if selector is not None and not hasattr(selector, name):
+                raise ConfigurationError(
+                    f"selector must say {name}, as specrag_integrations.selection.Selector tells; "
+                    f"{type(selector).__name__} does not"
+                )
         if refine not in get_args(Refine):
             raise ConfigurationError(
                 f"refine={refine!r} must be one of {', '.join(get_args(Refine))}"
@@ -145,7 +152,11 @@ class SpeculativeRAG(Engine):
         self._selector = selector
         self._refine = refine
         self._verifier = _verifier(
-            verifying, scoring, selector, comparable=len({id(model) for model in drafters}) == 1
+            # Replicas of one model write with the same log-probabilities.
+            verifying,
+            scoring,
+            selector,
+            comparable=len({model.name for model in drafters}) == 1,
         )
         self._standard = None
         if fallback == "standard":
@@ -196,7 +207,8 @@ class SpeculativeRAG(Engine):
         """As `warmup`, without blocking the loop."""
         await super().awarmup()
         if self._verifier is not None:
-            await self._verifier.tiers()
+            async with Tasks() as tasks:
+                await self._verifier.tiers(tasks)
 
     # ---------------------------------------------------------------- partition, draft, verify
 
@@ -395,9 +407,10 @@ class SpeculativeRAG(Engine):
             )
         reason = selection.reason or FallbackReason.NO_USABLE_DRAFT
         if self._standard is None:
+            told = "; ".join(work.failures) or "none can be trusted"
             raise NoAnswerError(
-                "no draft can be used, and fallback is off: " + "; ".join(work.failures),
-                reason=NoAnswerReason.NO_USABLE_DRAFT,
+                f"no draft was selected ({reason}), and fallback is off: {told}",
+                reason=NoAnswerReason(reason),
                 failures=work.failures,
             )
         work.note(*work.failures)
@@ -431,8 +444,8 @@ class SpeculativeRAG(Engine):
 class _Work:
     """What is known of a question so far."""
 
-    question: str
-    passages: tuple[Passage, ...]
+    question: str = field(repr=False)
+    passages: tuple[Passage, ...] = field(repr=False)
     clock: Clock
     emit: Emit
     partition: Partition = field(default_factory=lambda: Partition(subsets=()))

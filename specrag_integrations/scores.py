@@ -9,7 +9,7 @@ that drafts are never compared by different ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -25,28 +25,49 @@ TierName = Literal[
 Formula = Literal["weighted", "paper"]
 Order = Literal["rationale_first", "answer_first"]
 
-_DRAFT_TERMS = ("draft_rationale", "draft_answer", "draft")
+DRAFT_TERMS = ("draft_rationale", "draft_answer", "draft")
 _CONSISTENCY_TERMS = ("consistency_rationale", "consistency_answer")
 _FIVE = ("draft_rationale", "draft_answer", *_CONSISTENCY_TERMS, "reflection")
-_TERMS_OF: Mapping[TierName, tuple[str, ...]] = {
-    "prompt_logprobs": (*_DRAFT_TERMS, *_CONSISTENCY_TERMS, "reflection"),
-    "forced_decoding": (*_DRAFT_TERMS, *_CONSISTENCY_TERMS, "reflection"),
-    "reflection": (*_DRAFT_TERMS, "reflection"),
-    "choice": ("pick",),
-    "draft_only": _DRAFT_TERMS,
-    "agreement": ("agreement",),
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierFacts:
+    """What is known of a tier before any server is asked."""
+
+    terms: tuple[str, ...]
+    default: str
+    """The term that counts until weights have been fitted."""
+    per_draft: int = 0
+    """Requests for each draft; such a tier asks about one draft at a time."""
+    for_all: int = 0
+    """Requests for all drafts together."""
+    needs_proof: bool = False
+    """Whether it is used only where a trial request has shown that it works."""
+
+    @property
+    def free(self) -> bool:
+        """Whether it sends no request."""
+        return not self.per_draft and not self.for_all
+
+    def requests(self, num_drafts: int) -> int:
+        """Return how many requests so many drafts take."""
+        return self.per_draft * num_drafts + self.for_all
+
+
+_ALL_TERMS = (*DRAFT_TERMS, *_CONSISTENCY_TERMS, "reflection")
+TIERS: Mapping[TierName, TierFacts] = {
+    "prompt_logprobs": TierFacts(
+        terms=_ALL_TERMS, default="reflection", per_draft=1, needs_proof=True
+    ),
+    "forced_decoding": TierFacts(
+        terms=_ALL_TERMS, default="reflection", per_draft=2, needs_proof=True
+    ),
+    "reflection": TierFacts(terms=(*DRAFT_TERMS, "reflection"), default="reflection", per_draft=1),
+    "choice": TierFacts(terms=("pick",), default="pick", for_all=2),
+    "draft_only": TierFacts(terms=DRAFT_TERMS, default="draft"),
+    "agreement": TierFacts(terms=("agreement",), default="agreement"),
 }
-_DEFAULT_TERM: Mapping[TierName, str] = {
-    "prompt_logprobs": "reflection",
-    "forced_decoding": "reflection",
-    "reflection": "reflection",
-    "choice": "pick",
-    "draft_only": "draft",
-    "agreement": "agreement",
-}
-"""The one that counts until weights have been fitted."""
-_READS_CHECK = {"prompt_logprobs", "forced_decoding", "reflection"}
-"""The tiers that send the verifier one draft at a time."""
+"""From the most telling to the least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,23 +113,35 @@ class Scoring:
         if self.formula == "paper":
             if self.weights is not None:
                 raise ConfigurationError("formula='paper' has no weights; leave them out")
-            lacks = [t for t in _FIVE if self.tier and t not in _TERMS_OF[self.tier]]
+            lacks = [t for t in _FIVE if self.tier and t not in TIERS[self.tier].terms]
             if lacks:
                 raise ConfigurationError(
                     f"formula='paper' needs all five terms; tier={self.tier!r} has no "
                     f"{', '.join(lacks)}: use tier='prompt_logprobs' (vLLM) or "
                     "'forced_decoding' (llama.cpp)"
                 )
-        if self.evidence and self.tier and self.tier not in _READS_CHECK:
+        self.check_tiers((self.tier,) if self.tier else ())
+
+    def check_tiers(self, names: Sequence[TierName]) -> None:
+        """Accept tiers of which at least one asks the verifier about a single draft, if it must.
+
+        Raises:
+            ConfigurationError: order or evidence would do nothing.
+        """
+        options = {"evidence": self.evidence, "order": self.order}
+        given = {n: v for n, v in options.items() if v not in {None, "rationale_first"}}
+        if given and names and not any(TIERS[name].per_draft for name in names):
+            name, value = next(iter(given.items()))
+            asking = ", ".join(name for name, facts in TIERS.items() if facts.per_draft)
             raise ConfigurationError(
-                f"evidence={self.evidence!r} does nothing at tier={self.tier!r}, which asks the "
-                f"verifier about no single draft; use one of {', '.join(sorted(_READS_CHECK))}"
+                f"{name}={value!r} does nothing at tier={names[0]!r}, which asks the verifier "
+                f"about no single draft; use one of {asking}"
             )
 
     def _check_weights(self) -> None:
         assert self.weights is not None  # noqa: S101 - narrows the type
         check_kind("weights", self.weights, kind=Mapping)
-        known = _TERMS_OF[self.tier] if self.tier else _TERMS_OF["prompt_logprobs"]
+        known = TIERS[self.tier or "prompt_logprobs"].terms
         for term, weight in self.weights.items():
             if term not in known:
                 at = f" at tier={self.tier!r}" if self.tier else ""
@@ -125,14 +158,15 @@ class Scoring:
         """Return the weights that count at a tier, none of them 0."""
         if self.formula == "paper":
             return dict.fromkeys(_FIVE, 1.0)
-        counted = {t: w for t, w in (self.weights or {}).items() if w and t in _TERMS_OF[tier]}
-        return counted or {_DEFAULT_TERM[tier]: 1.0}
+        facts = TIERS[tier]
+        counted = {t: w for t, w in (self.weights or {}).items() if w and t in facts.terms}
+        return counted or {facts.default: 1.0}
 
     @property
     def compares_drafters(self) -> bool:
         """Whether terms of the drafter count, which different drafting models do not share."""
         drafters = self.formula == "paper" or self.tier == "draft_only"
-        return drafters or any(self.weights[t] for t in self.weights or () if t in _DRAFT_TERMS)  # type: ignore[index]
+        return drafters or any(self.weights[t] for t in self.weights or () if t in DRAFT_TERMS)  # type: ignore[index]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,20 +254,20 @@ def score_of(
     """
     spans, reasons = dict(verdict.spans), dict(verdict.reasons)
     terms = dict(verdict.terms)
-    if comparable_drafts and "draft" in _TERMS_OF[tier]:
+    if comparable_drafts and "draft" in TIERS[tier].terms:
         own = _draft_spans(draft)
         spans |= own
         terms |= {name: span.mean for name, span in own.items()}
         if len(own) == 2:  # noqa: PLR2004 - rationale and answer
             terms["draft"] = sum(span.mean for span in own.values()) / 2
         if draft.answer_logprob is None:
-            reasons |= dict.fromkeys(_DRAFT_TERMS, "the drafter returned no log-probabilities")
+            reasons |= dict.fromkeys(DRAFT_TERMS, "the drafter returned no log-probabilities")
     score = Score(
         draft=index,
         tier=tier,
         value=None,
-        terms={name: terms[name] for name in _TERMS_OF[tier] if name in terms},
-        spans={name: spans[name] for name in _TERMS_OF[tier] if name in spans},
+        terms={name: terms[name] for name in TIERS[tier].terms if name in terms},
+        spans={name: spans[name] for name in TIERS[tier].terms if name in spans},
         label_mass=verdict.label_mass,
         count=verdict.count,
         model=verdict.model,
@@ -246,7 +280,9 @@ def score_of(
     for name in weights:
         if name not in terms:
             missing = reasons.get(name) or f"the draft has no rationale, so no {name}"
-            return replace(score, missing=missing, cannot=name in reasons)
+            # At other tiers than its own, the drafter's silence says nothing of the verifier.
+            cannot = name in reasons and (name not in DRAFT_TERMS or tier == "draft_only")
+            return replace(score, missing=missing, cannot=cannot)
     if scoring.formula == "paper":
         return replace(score, value=_paper_product(spans, verdict.log_yes))
     return replace(score, value=sum(weight * terms[name] for name, weight in weights.items()))

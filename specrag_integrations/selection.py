@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -52,7 +51,7 @@ class Candidate:
 class Pool:
     """What a selector selects from."""
 
-    question: str
+    question: str = field(repr=False)
     candidates: tuple[Candidate, ...]
     """At least one, by the drafts' index."""
     model: ChatModel = field(repr=False)
@@ -235,6 +234,7 @@ class Listwise:
                 if not asked:
                     raise
                 notes = (f"the drafts were shown in one order only: {error}",)
+                steps.append(_failed_step(model, error, len(steps)))
                 break
             steps.append(_step(model, reply, len(steps)))
             read = _letter_logprobs(reply, order)
@@ -311,6 +311,8 @@ UNSURE = 0.1
 
 def is_unsure(selection: Selection, candidates: Sequence[Candidate]) -> bool:
     """Whether a rival answer is within `UNSURE` of the winner's."""
+    if not selection.shares and any(one.score is None for one in candidates):
+        return False  # nothing was measured
 
     def value_of(one: Candidate) -> float:
         if not selection.shares:
@@ -353,18 +355,10 @@ async def select(pool: Pool, selector: Selector) -> Selection:
         ConfigurationError: the selector returned drafts it was not given.
     """
     name = type(selector).__name__
-    started = time.perf_counter()
     try:
         selection = await selector.select(pool)
     except EndpointError as error:
-        step = StepUsage(
-            kind="select",
-            index=0,
-            role="verifier",
-            model=pool.model.name,
-            seconds=time.perf_counter() - started,
-            attempts=error.attempts,
-        )
+        step = _failed_step(pool.model, error, 0)
         note = f"{name} could not select: {error}"
         return replace(nothing_usable(), selector=name, notes=(note,), steps=(step,))
     known = {candidate.draft.index for candidate in pool.candidates}
@@ -448,6 +442,17 @@ def _best_and_answer(text: str) -> tuple[str, str | None]:
         return letter.strip(), find_spans(rest).answer.of(rest) or None
     except DraftFormatError:
         return letter.strip(), None
+
+
+def _failed_step(model: ChatModel, error: EndpointError, index: int) -> StepUsage:
+    return StepUsage(
+        kind="select",
+        index=index,
+        role="verifier",
+        model=model.name,
+        seconds=0.0,  # nobody has measured it
+        attempts=error.attempts,
+    )
 
 
 def _step(model: ChatModel, reply: ChatReply, index: int) -> StepUsage:

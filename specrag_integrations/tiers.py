@@ -1,13 +1,6 @@
 """Tiers: the ways to get a verdict on drafts out of a kind of server, one small class each.
 
-| tier | needs | requests |
-|---|---|---|
-| `prompt_logprobs` | vLLM's field of that name | 1 per draft |
-| `forced_decoding` | llama.cpp's token grammars | 2 per draft |
-| `reflection` | alternatives to the first token | 1 per draft |
-| `choice` | text | 2 for all drafts |
-| `draft_only` | the drafter's log-probabilities | 0 |
-| `agreement` | nothing | 0 |
+`scores.TIERS` lists what each needs and costs.
 """
 
 from __future__ import annotations
@@ -40,8 +33,6 @@ from specrag_integrations.models import (
 from specrag_integrations.passages import Passage
 from specrag_integrations.prompts import (
     ANSWER,
-    PROBE_ANSWER,
-    PROBE_RATIONALE,
     RATIONALE,
     asking,
     check_messages,
@@ -57,18 +48,6 @@ _ALTERNATIVES = 20
 THINKING_TOKENS = 1024
 """Room for what a model thinks aloud before a word that counts."""
 _WRONG_KEY = {401, 403}
-
-PROBE_DRAFT = Draft(rationale=PROBE_RATIONALE, answer=PROBE_ANSWER)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """What a trial request showed of a tier."""
-
-    tier: TierName
-    works: bool
-    evidence: str
-    """What came back, such as `0 of 75 positions`."""
 
 
 # -------------------------------------------------------------------- one draft at a time
@@ -291,8 +270,6 @@ DraftTier = PromptLogprobs | ForcedDecoding | Reflection | DraftOnly
 PoolTier = Choice | Agreement
 """Those that judge drafts against each other, when all are there."""
 Tier = DraftTier | PoolTier
-FREE: frozenset[TierName] = frozenset({"draft_only", "agreement"})
-"""Those that send no request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,15 +321,20 @@ _LETTER = re.compile(
     r"(?:\W|\b(?:best|draft|answer|option|letter)\b){0,9}([A-Za-z])(?=\s*(?:\Z|[^\w\s']|\n))",
     re.IGNORECASE,
 )
-_ALONE = re.compile(r"(?<![\w'])[A-Z](?![\w'])")
+_NAMED = re.compile(  # "A" alone may be the article
+    r"\b(?:draft|answer|option|letter|is)\b\W{0,9}([A-Z])(?![\w'])|^\W{0,9}([A-Z])\W{0,9}$"
+    r"|(?<![\w'])([A-Z])\W{1,9}is (?:right|correct|best)",
+    re.IGNORECASE | re.MULTILINE,
+)
 
 
 def picked_draft(text: str, order: Sequence[Draft]) -> Draft | None:
     """Read the letter of a draft, or its answer written out; None where there is neither."""
     offered = dict(zip(letters(len(order)), order, strict=True))
-    found = _LETTER.match(text)
-    alone = {found[1].upper()} if found else set(_ALONE.findall(text)) & offered.keys()
-    if len(alone) == 1 and (letter := alone.pop()) in offered:
+    first = _LETTER.match(text)
+    named = {"".join(found).upper() for found in _NAMED.findall(text)} & offered.keys()
+    told = {first[1].upper()} if first else named
+    if len(told) == 1 and (letter := told.pop()) in offered:
         return offered[letter]
     written = normal_answer(text)
     return next((draft for draft in order if normal_answer(draft.answer) == written), None)
@@ -420,6 +402,8 @@ def _sum(one: int | None, other: int | None) -> int | None:
 def _why_no_label(reply: ChatReply, word: Token | None) -> str:
     if not reply.tokens:
         return "the verifier returned no log-probabilities"
+    if word is None and not any(token.text.strip() for token in reply.tokens):
+        return "the verifier wrote nothing but white space"
     if word is None:
         return "the verifier was still thinking when it reached the token limit"
     if len(dict(word.alternatives)) < 2:  # noqa: PLR2004 - one token is no alternative

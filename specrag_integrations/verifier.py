@@ -5,47 +5,38 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from specrag_integrations.drafts import Draft
 from specrag_integrations.errors import (
     ConfigurationError,
-    EndpointError,
     InputError,
     LogprobsUnavailableError,
 )
-from specrag_integrations.labels import is_thinking
-from specrag_integrations.models import ChatModel, ChatReply, Step, TokenCount
+from specrag_integrations.models import ChatModel, Step, TokenCount
 from specrag_integrations.options import check_kind, checked_question
 from specrag_integrations.portal import portal
-from specrag_integrations.prompts import PROBE_QUESTION
-from specrag_integrations.scores import Score, Scoring, TierName, Verdict, score_of
-from specrag_integrations.tasks import Tasks
-from specrag_integrations.tiers import (
-    FREE,
-    PROBE_DRAFT,
-    DraftTier,
-    ForcedDecoding,
-    PoolTier,
-    Reflection,
-    Tier,
-    TierMaker,
-    Trial,
+from specrag_integrations.prompts import numbered
+from specrag_integrations.scores import (
+    DRAFT_TERMS,
+    TIERS,
+    Score,
+    Scoring,
+    TierName,
+    Verdict,
+    score_of,
 )
+from specrag_integrations.tasks import Tasks
+from specrag_integrations.tiers import DraftTier, PoolTier, Tier, TierMaker
+from specrag_integrations.trials import Trial, Tryout, working
 
 log = logging.getLogger("specrag_integrations")
 
 Report = Callable[[Score], None]
 
 _STRIKES = 3
-"""Consecutive questions that found a tier impossible before it is given up."""
-_TRIED: frozenset[TierName] = frozenset({"prompt_logprobs", "forced_decoding", "reflection"})
-"""The tiers that a trial request can tell something about."""
-_LITTLE_MASS = 0.01
-"""Below this probability of Yes and No together, a verifier is not answering the question."""
-_OPTIMISTIC: frozenset[TierName] = frozenset({"prompt_logprobs", "forced_decoding"})
-"""The tiers that are used only where a trial has shown that they work."""
+"""Consecutive questions that a tier told nothing about before it is given up."""
 
 
 class Verifier:
@@ -54,7 +45,7 @@ class Verifier:
     On its own it scores any drafts: `Verifier(endpoint).score(question, [Draft(rationale=…,
     answer=…), …])`.
 
-    An `Endpoint` is tried once, with one or two requests of one token, to see which tiers its
+    An `Endpoint` is tried once, as a rule with one request of one token, to see which tiers its
     server allows; a model of an application is not, and what it can do shows in its replies.
 
     Args:
@@ -87,20 +78,18 @@ class Verifier:
                 "by them; use one drafter, or other terms"
             )
         self.comparable_drafts = comparable_drafts
-        self._names = _checked_tiers(tiers, self.scoring)
-        self._thinks = False
-        self._refusal: EndpointError | None = None
+        self._wanted = _checked_tiers(tiers, self.scoring)
+        self._names = self._wanted
+        self._tryout = Tryout(self.model, self.scoring)
         self._strikes = 0
-        self._told: set[TierName] = set()
+        self._given_up: dict[TierName, str] = {}
 
     def max_requests(self, num_drafts: int) -> int:
         """Return the most generating requests one question can cost, over all its tiers.
 
         Trial requests and tokeniser calls are apart, and a retry is counted by the model.
         """
-        per_draft = {"prompt_logprobs": 1, "forced_decoding": 2, "reflection": 1}
-        for_all = {"choice": 2}
-        return sum(per_draft.get(n, 0) * num_drafts + for_all.get(n, 0) for n in self._names)
+        return sum(TIERS[name].requests(num_drafts) for name in self._wanted)
 
     def score(self, question: str, drafts: Sequence[Draft]) -> list[Score]:
         """Score drafts; the scores come in their order, `Score.draft` being the place in it.
@@ -130,6 +119,8 @@ class Verifier:
             await tasks.all_of([verification.add(draft, index=index) for index, draft in pool])
             await verification.finish(pool)
         self.remember(verification)
+        for note in verification.notes:
+            log.info("%s", note)
         scores = sorted(verification.current, key=lambda score: score.draft)
         if all(score.value is None for score in scores):
             verification.raise_failure()
@@ -150,149 +141,74 @@ class Verifier:
         """Begin to score a question's drafts; its tiers are found out meanwhile."""
         return Verification(self, question, tasks=tasks, report=report)
 
-    async def tiers(self) -> tuple[Tier, ...]:
-        """Return the tiers the next question may use, the one it starts with first.
+    async def tiers(self, tasks: Tasks) -> Plan:
+        """Return the tiers the next question may use, found out within `tasks`.
 
         Raises:
             ConfigurationError: none is left that the scoring's formula allows.
         """
-        names, trials = self._names, await self._try_out()
+        wanted, names, notes = self._wanted, self._names, []
+        trials = await self._tryout.known(names, tasks)
         paper = self.scoring.formula == "paper"
-        if trials is not None and (len(names) > 1 or paper):
-            works = {trial.tier: trial.works for trial in trials}
-            names = tuple(
-                name
-                for name in names
-                if works.get(name, name not in _OPTIMISTIC)
-                and (works.get("reflection", True) or not self._reflects(name))
-            )
+        if trials is None:  # nothing is known, so that only what most servers can is used
+            proven = tuple(name for name in names if not TIERS[name].needs_proof)
+            names = names if paper else proven or names
+            notes.append(f"{self.model.name} could not be tried yet") if names != wanted else None
+        elif len(names) > 1 or paper:
+            names = working(names, trials, self.scoring) or (() if paper else names[-1:])
+            first = wanted.index(names[0]) if names else len(wanted)
+            notes += [
+                f"no {trial.tier}: {trial.evidence}"
+                for trial in trials
+                if not trial.works and trial.tier in wanted[:first]
+            ]
         if not names:
-            told = (
-                "; ".join(f"{t.tier}: {t.evidence}" for t in trials or ()) or "it cannot be tried"
-            )
-            if not paper:
-                raise LogprobsUnavailableError(
-                    f"{self.model.name} returns no usable log-probabilities ({told}); "
-                    "Scoring(tier='choice') needs none"
-                )
             raise ConfigurationError(
                 f"formula='paper' needs the verifier's log-probabilities of given text, which "
-                f"{self.model.name} does not return ({told}); use vLLM or llama.cpp, or leave "
-                "formula out"
+                f"{self.model.name} does not return ({'; '.join(notes) or 'it cannot be tried'}); "
+                "use vLLM or llama.cpp, or leave formula out"
             )
-        if trials is None and not paper:  # nothing is known: what most servers can
-            names = tuple(n for n in names if n not in _OPTIMISTIC) or names
-        maker = TierMaker(model=self.model, scoring=self.scoring, thinks=self._thinks)
-        return tuple(maker.make(name) for name in names)
-
-    def _reflects(self, name: TierName) -> bool:
-        """Whether Yes and No count at a tier."""
-        return "reflection" in self.scoring.weights_at(name)
+        notes = [*self._given_up.values(), *notes]
+        maker = TierMaker(model=self.model, scoring=self.scoring, thinks=self._tryout.thinks)
+        return Plan(
+            tiers=tuple(maker.make(name) for name in names),
+            notes=(f"scored at tier {names[0]}: {'; '.join(notes)}",) if notes else (),
+        )
 
     async def trials(self) -> tuple[Trial, ...]:
         """Try out what the verifier's server returns, and tell the evidence for each tier.
 
         Raises:
-            EndpointError: the server cannot be reached, or refuses every request.
+            EndpointError: the server cannot be reached, is busy, or refuses every request.
         """
-        return await self._tried(("prompt_logprobs", "forced_decoding", "reflection"))
-
-    async def _try_out(self) -> tuple[Trial, ...] | None:
-        """Return what trials showed; None where the server failed, so that the next one tries."""
-        try:
-            trials = await self._tried(self._names)
-        except EndpointError as error:
-            log.info("%s could not be tried: %s", self.model.name, error)
-            return None
-        for trial in trials:
-            if not trial.works and trial.tier not in self._told:
-                self._told.add(trial.tier)
-                level = logging.WARNING if trial.tier == "reflection" else logging.INFO
-                log.log(level, "%s: no %s: %s", self.model.name, trial.tier, trial.evidence)
-        return trials
-
-    async def _tried(self, names: Sequence[TierName]) -> tuple[Trial, ...]:
-        if not _TRIED.intersection(names):
-            return ()
-        reflection = Reflection(model=self.model, scoring=self.scoring)
-        scored = "prompt_logprobs" in names and self._refusal is None
-        try:
-            reply = await self.model.probe(
-                reflection.request(PROBE_QUESTION, PROBE_DRAFT, scored=scored)
-            )
-        except EndpointError as error:
-            if not scored or (error.retryable and error.status_code is None):
-                raise
-            reply = await self.model.probe(reflection.request(PROBE_QUESTION, PROBE_DRAFT))
-            self._refusal = error  # it fails on this field alone
-        if reply is None:
-            return ()
-        trials = [await self._trial_of_reflection(reflection, reply)]
-        if "prompt_logprobs" in names:
-            trials.insert(0, _trial_of_prompt_logprobs(reply, reflection, self._refusal))
-        if "forced_decoding" in names:
-            trials.insert(1, await self._trial_of_forcing(reflection))
-        return tuple(trials)
-
-    async def _trial_of_reflection(self, reflection: Reflection, reply: ChatReply) -> Trial:
-        verdict = reflection.read(reply)
-        mass = verdict.label_mass or 0.0
-        if verdict.label_mass is not None and mass < _LITTLE_MASS and not is_thinking(reply):
-            # Perhaps a thinking block that the template opened: its first token bears no mark.
-            roomy = replace(reflection, thinks=True)
-            more = await self.model.probe(roomy.request(PROBE_QUESTION, PROBE_DRAFT))
-            reply = more if more is not None and is_thinking(more) else reply
-        thinks = is_thinking(reply)
-        self._thinks = self._thinks or thinks
-        token = next(iter(reply.tokens or ()), None)
-        listed = len(dict(token.alternatives)) if token else 0
-        told = f"{listed} alternatives to the first token"
-        if thinks:
-            told += "; it thinks aloud, so that the word behind its thoughts is read"
-        elif listed > 1:
-            told += f", Yes and No with {mass:.2g} of the probability"
-        works = listed > 1 and (thinks or mass >= _LITTLE_MASS)
-        return Trial(tier="reflection", works=works, evidence=told)
-
-    async def _trial_of_forcing(self, reflection: Reflection) -> Trial:
-        forcing = ForcedDecoding(reflection=reflection)
-        known = await self.model.capabilities()
-        if known is None or not known.forces_text:
-            return Trial(
-                tier="forced_decoding",
-                works=False,
-                evidence="only llama.cpp's server can be made to write a given text",
-            )
-        try:
-            reply = await self.model.probe(forcing.request(PROBE_QUESTION, PROBE_DRAFT))
-        except EndpointError as error:
-            return Trial(tier="forced_decoding", works=False, evidence=str(error))
-        tokens = (reply.tokens if reply else None) or ()
-        works = len(reflection.spans_of(PROBE_DRAFT, tokens)) == 2  # noqa: PLR2004 - both parts
-        told = f"{len(tokens)} tokens written as given" if works else "another text was written"
-        return Trial(tier="forced_decoding", works=works, evidence=told)
+        return await self._tryout.trials(("prompt_logprobs", "forced_decoding", "reflection"))
 
     def remember(self, verification: Verification) -> None:
         """Learn from a question how the next one is to be asked.
 
-        One question that found its first tier impossible may be bad luck; several in a row are a
-        server.
+        One question whose first tier told nothing may be bad luck; several in a row are a server.
         """
-        self._thinks = self._thinks or verification.thinking
+        self._tryout.thinks = self._tryout.thinks or verification.thinking
         first = verification.first
-        if not first or verification.had_no_other:
+        if not first or verification.had_no_other or first[0].tier not in self._names:
             return
-        self._strikes = self._strikes + 1 if all(score.cannot for score in first) else 0
+        self._strikes = self._strikes + 1 if verification.first_was_useless else 0
         if self._strikes >= _STRIKES:
             self._strikes = 0
             left = first[0].tier
             self._names = tuple(name for name in self._names if name != left)
-            log.warning(
-                "tier %s did not work for %d questions in a row and is given up: %s",
-                left,
-                _STRIKES,
-                first[0].missing,
-            )
+            told = f"{left} told nothing for {_STRIKES} questions in a row ({first[0].missing})"
+            self._given_up[left] = told
+            log.warning("%s: %s, and is given up", self.model.name, told)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The tiers of one question, the one it starts with first."""
+
+    tiers: tuple[Tier, ...]
+    notes: tuple[str, ...]
+    """Why better ones are left out."""
 
 
 class Verification:
@@ -305,12 +221,12 @@ class Verification:
     def __init__(self, verifier: Verifier, question: str, *, tasks: Tasks, report: Report) -> None:
         self.scores: list[Score] = []
         """All, in order of arrival."""
-        self.notes: list[str] = []
+        self._descents: list[str] = []
         self._verifier = verifier
         self._question = question
         self._tasks = tasks
         self._report = report
-        self._tiers = tasks.start(verifier.tiers())
+        self._plan = tasks.start(verifier.tiers(tasks))
         self._at = 0
         self._verdicts: list[tuple[TierName, Verdict]] = []
         self._shared: dict[object, tuple[int, asyncio.Task[Verdict]]] = {}
@@ -318,8 +234,17 @@ class Verification:
     @property
     def tier(self) -> TierName | None:
         """The tier in use; None until it is known."""
-        known = self._tiers.done() and not self._tiers.cancelled() and not self._tiers.exception()
-        return self._tiers.result()[self._at].name if known else None
+        return self._known.tiers[self._at].name if self._known else None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the trace must know of how the drafts were scored."""
+        return (*(self._known.notes if self._known else ()), *self._descents)
+
+    @property
+    def _known(self) -> Plan | None:
+        done = self._plan.done() and not self._plan.cancelled() and not self._plan.exception()
+        return self._plan.result() if done else None
 
     @property
     def current(self) -> list[Score]:
@@ -334,7 +259,16 @@ class Verification:
     @property
     def had_no_other(self) -> bool:
         """Whether there was no tier below the first."""
-        return len(self._tiers.result()) == 1
+        return self._known is None or len(self._known.tiers) == 1
+
+    @property
+    def first_was_useless(self) -> bool:
+        """Whether the first tier told nothing, and will not, or another that asks did tell."""
+        if any(score.value is not None for score in self.first):
+            return False
+        told = any(score.value is not None for score in self.current)
+        asked = self.tier is not None and not TIERS[self.tier].free
+        return all(score.cannot for score in self.first) or (told and asked)
 
     @property
     def thinking(self) -> bool:
@@ -343,7 +277,7 @@ class Verification:
 
     async def add(self, draft: Draft, *, index: int) -> None:
         """Judge a draft as it lands, if the tier judges drafts one by one."""
-        tier = (await asyncio.shield(self._tiers))[0]
+        tier = (await asyncio.shield(self._plan)).tiers[0]
         if isinstance(tier, PoolTier):
             return
         await self._judge(tier, draft, index)
@@ -358,7 +292,7 @@ class Verification:
         """
         if not drafts or (free and self.tier is None):
             return
-        tiers = await asyncio.shield(self._tiers)
+        tiers = (await asyncio.shield(self._plan)).tiers
         if isinstance(tiers[self._at], PoolTier):
             await self._judge_all(tiers[self._at], drafts, free=free)
         for at in range(self._at + 1, len(tiers)):
@@ -368,17 +302,24 @@ class Verification:
             late = free and not waits and not any(score.cannot for score in scores)
             if late or any(score.value is not None for score in scores):
                 break
-            if tier.name not in FREE and (free or self._is_unreachable):
+            if not TIERS[tier.name].free and (free or self._is_unreachable):
+                continue
+            if self._lacks_drafter(tier.name, drafts):
                 continue
             reason = next((score.missing for score in scores if score.missing), "no score")
-            self.notes.append(f"no score at tier {self.tier} ({reason}): using {tier.name}")
+            self._descents.append(f"no score at tier {self.tier} ({reason}): using {tier.name}")
             self._at = at
             await self._judge_all(tier, drafts, free=free)
-        impossible = bool(self.scores) and all(score.cannot for score in self.scores)
-        if impossible and self._verifier.scoring.formula == "paper":
+        if self._verifier.scoring.formula == "paper" and all(d.is_mute for _, d in drafts):
             raise ConfigurationError(
-                f"formula='paper' needs all five terms: {self.current[0].missing}; leave it out"
+                "formula='paper' needs all five terms, and the drafter returned no "
+                "log-probabilities; use another drafter, or leave formula out"
             )
+
+    def _lacks_drafter(self, name: TierName, drafts: Sequence[tuple[int, Draft]]) -> bool:
+        """Whether a tier counts terms of the drafter that no draft has."""
+        counts = set(DRAFT_TERMS).intersection(self._verifier.scoring.weights_at(name))
+        return bool(counts) and not any(draft.answer_logprob for _, draft in drafts)
 
     def raise_failure(self) -> None:
         """Raise what kept every draft from being scored, if one thing did.
@@ -410,13 +351,13 @@ class Verification:
         self, tier: Tier, drafts: Sequence[tuple[int, Draft]], *, free: bool
     ) -> None:
         if isinstance(tier, PoolTier):
-            if free and tier.name not in FREE:
+            if free and not TIERS[tier.name].free:
                 return
             verdicts = await tier.judge_all(self._question, [draft for _, draft in drafts])
             for (index, draft), verdict in zip(drafts, verdicts, strict=True):
                 self._verdicts.append((tier.name, verdict))
                 self._take(tier, draft, index, verdict)
-        elif tier.name in FREE:
+        elif TIERS[tier.name].free:
             for index, draft in drafts:
                 await self._judge(tier, draft, index)
         else:
@@ -425,9 +366,9 @@ class Verification:
     async def _judge(self, tier: DraftTier, draft: Draft, index: int) -> None:
         """Judge one draft; equal ones share a verdict, and the copies cost nothing."""
         scoring = self._verifier.scoring
-        shown = [passage.text for passage in draft.passages] if scoring.evidence else None
-        key = (tier.name, draft.rationale, draft.answer, str(shown))
-        if scoring.formula == "paper" or tier.name in FREE:
+        shown = numbered(draft.passages) if scoring.evidence else ""
+        key = (tier.name, draft.rationale, draft.answer, shown)
+        if scoring.formula == "paper" or TIERS[tier.name].free:
             verdict = await tier.judge(self._question, draft, step=Step(kind="verify", index=index))
             self._verdicts.append((tier.name, verdict))
             self._take(tier, draft, index, verdict)
@@ -497,15 +438,6 @@ def all_tiers(
     )
 
 
-def _trial_of_prompt_logprobs(
-    reply: ChatReply, reflection: Reflection, refusal: EndpointError | None
-) -> Trial:
-    both = reflection.spans_of(PROBE_DRAFT, reply.scored or ())
-    works = refusal is None and len(both) == 2  # noqa: PLR2004 - rationale and answer
-    told = reply.scored_evidence if refusal is None else str(refusal)
-    return Trial(tier="prompt_logprobs", works=works, evidence=told)
-
-
 def _checked_tiers(tiers: Sequence[TierName] | None, scoring: Scoring) -> tuple[TierName, ...]:
     """Return the tiers to use.
 
@@ -520,6 +452,7 @@ def _checked_tiers(tiers: Sequence[TierName] | None, scoring: Scoring) -> tuple[
             raise ConfigurationError(
                 f"tiers name {name!r}; this scoring can use {', '.join(allowed)}"
             )
+    scoring.check_tiers(tuple(tiers or ()))
     return tuple(tiers or default_tiers(scoring))
 
 

@@ -92,6 +92,7 @@ def test_no_answer_keeps_its_reason_and_the_failures():
     assert {reason.value for reason in NoAnswerReason} == {
         "no_passages",
         "no_usable_draft",
+        "disagreement",
         "fallback_failed",
         "deadline",
     }

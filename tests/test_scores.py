@@ -161,9 +161,11 @@ def test_evidence_is_for_tiers_that_read_one_draft_at_a_time(tier):
     with pytest.raises(
         ConfigurationError,
         match=f"evidence='passages' does nothing at tier='{tier}'.*"
-        "use one of forced_decoding, prompt_logprobs, reflection",
+        "use one of prompt_logprobs, forced_decoding, reflection",
     ):
         Scoring(tier=tier, evidence="passages")
+    with pytest.raises(ConfigurationError, match="order='answer_first' does nothing"):
+        Scoring(tier=tier, order="answer_first")
 
 
 # ---------------------------------------------------------------- what counts
@@ -335,10 +337,10 @@ def test_a_consistency_that_an_empty_rationale_cannot_have_is_no_servers_fault()
 
 @pytest.mark.parametrize("term", ["draft_rationale", "draft_answer", "draft"])
 def test_a_drafter_without_log_probabilities_is_named(term):
-    """The drafter's server is the reason, not the draft."""
+    """The drafter's server is the reason, which says nothing of the verifier's."""
     score = scored(BY_HAND, weights={term: 1.0, "reflection": 1.0})
 
-    assert (score.value, score.cannot) == (None, True)
+    assert (score.value, score.cannot) == (None, False)
     assert score.missing == "the drafter returned no log-probabilities"
     assert scored(BY_HAND).value == -0.5
 

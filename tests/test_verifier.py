@@ -361,7 +361,7 @@ def test_a_server_that_cannot_tell_all_five_terms_is_no_place_for_the_papers_for
     with pytest.raises(ConfigurationError) as raised:
         verifier(server, scoring=Scoring(formula="paper")).score(QUESTION, [by(-1, -1)])
 
-    assert "which scripted does not return (prompt_logprobs: 0 of " in str(raised.value)
+    assert "which scripted does not return (no prompt_logprobs: 0 of " in str(raised.value)
     assert "use vLLM or llama.cpp, or leave formula out" in str(raised.value)
     assert server.chats == []
 
@@ -377,7 +377,7 @@ def test_a_model_of_an_application_is_no_place_for_it_either() -> None:
 def test_without_the_drafters_word_the_papers_formula_is_an_error(scripted: Scripted) -> None:
     """Not a product of fewer factors."""
     with pytest.raises(
-        ConfigurationError, match="all five terms: the drafter returned no log-probabilities"
+        ConfigurationError, match="all five terms, and the drafter returned no log-probabilities"
     ):
         verifier(scripted(kind="vllm"), scoring=Scoring(formula="paper")).score(QUESTION, DRAFTS)
 
@@ -920,8 +920,8 @@ def test_three_questions_in_a_row_move_the_tier(caplog: pytest.LogCaptureFixture
     assert asked == [1, 2, 3, 3, 3]
     (record,) = caplog.records
     assert record.message == (
-        "tier reflection did not work for 3 questions in a row and is given up: "
-        "the verifier returned no alternatives to its first token"
+        "scripted: reflection told nothing for 3 questions in a row "
+        "(the verifier returned no alternatives to its first token), and is given up"
     )
 
 
