@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         Selection,
         SinglePrompt,
     )
+    from specrag_integrations.spans import SpanLogprob
     from specrag_integrations.standard import StandardRAG
     from specrag_integrations.subsets import (
         ByCluster,
@@ -74,6 +75,7 @@ _HOME = {
         "Selection",
         "SinglePrompt",
     ),
+    "spans": ("SpanLogprob",),
     "standard": ("StandardRAG",),
     "subsets": (
         "ByCluster",
@@ -119,6 +121,7 @@ __all__ = [
     "Scoring",
     "Selection",
     "SinglePrompt",
+    "SpanLogprob",
     "SpecRAGError",
     "SpeculativeRAG",
     "StandardRAG",

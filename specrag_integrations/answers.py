@@ -38,7 +38,7 @@ class Trace:
     scores: tuple[Score, ...] = field(default=(), repr=False)
     """In order of arrival; a question that descended a tier has scores of both."""
     refinement: Refinement | None = None
-    """Both texts, where the answer is not the draft's own."""
+    """Both texts, the same or not, where the answer was written anew from the draft's."""
     notes: tuple[str, ...] = ()
     """What was dropped, degraded, cut or late."""
     deadline_hit: bool = False

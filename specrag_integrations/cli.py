@@ -358,7 +358,7 @@ def ask(
     as_json: bool,
     models: _Models,
 ) -> None:
-    r"""Answer QUESTION from files.
+    """Answer QUESTION from files.
 
     \b
       specrag ask "When was the wall built?" --docs notes/
@@ -367,7 +367,7 @@ def ask(
     Documents are split, and ranked for the question with BM25. With --passages, the passages are
     those of the file, and QUESTION may be left out: then the file's own is asked. The models run on
     this machine (llama.cpp) unless URLs are given; one URL alone serves both roles.
-    """
+    """  # noqa: D301 - click needs the control character itself
     from specrag_integrations import display
     from specrag_integrations.pipeline import NUM_DRAFTS, PASSAGES_PER_DRAFT, SpeculativeRAG
     from specrag_integrations.standard import StandardRAG
@@ -446,8 +446,15 @@ def _some(passages: Sequence[Passage]) -> list[Passage]:
     "--tokens", type=click.IntRange(min=1), metavar="T", help="Tokens of a passage.  [200]"
 )
 @_model_options
+@click.option(
+    "--shared",
+    is_flag=True,
+    help="Both servers run on the same hardware.  [known for the models of this machine]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
-def doctor(*, passages: int | None, tokens: int | None, as_json: bool, models: _Models) -> None:
+def doctor(
+    *, passages: int | None, tokens: int | None, shared: bool, as_json: bool, models: _Models
+) -> None:
     """Try out two endpoints, and predict what Speculative RAG takes with them.
 
     Shown are each server's kind, the tiers that work with the evidence, its rates, and what they
@@ -467,7 +474,7 @@ def doctor(*, passages: int | None, tokens: int | None, as_json: bool, models: _
             **roles,
             passages=passages or PASSAGES,
             tokens=tokens or TOKENS,
-            shared=models.embedded,
+            shared=shared or models.embedded,
             say=watch.say,
         )
     if as_json:

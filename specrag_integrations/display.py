@@ -562,7 +562,8 @@ def _show_forecast(out: Console, found: Forecast) -> None:
             style="bold" if chosen else None,
         )
     out.print(table)
-    hardware = "the same hardware" if found.servers.shared else "hardware of their own"
+    apart = "hardware of their own (if not, say --shared)"
+    hardware = "the same hardware" if found.servers.shared else apart
     out.print(
         _text(
             f"m drafts, each of {load.per_draft} passages; tier {found.tier}; drafter and verifier "

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import base64
 import concurrent.futures
 import copy
-import inspect
 import json
 import logging
 import os
-import re
 import time
 import weakref
 from collections.abc import (
@@ -26,8 +23,14 @@ from collections.abc import (
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
+from specrag_integrations.credentials import (
+    ApiKey,
+    Key,
+    checked_headers,
+    scrubbed,
+    split_address,
+)
 from specrag_integrations.dialect import Dialect
 from specrag_integrations.errors import (
     ConfigurationError,
@@ -59,24 +62,20 @@ from specrag_integrations.replies import (
     spans_disagree,
 )
 from specrag_integrations.retries import with_retries
+from specrag_integrations.wording import Wording, is_whole, spellings, template_options
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-ApiKey = str | Callable[[], str | Awaitable[str]]
 ClientFactory = Callable[..., "AsyncOpenAI"]
 log = logging.getLogger("specrag_integrations")
 
-_NO_KEY = "EMPTY"  # what servers without authentication expect to be sent
 _CONNECT_SECONDS = 5.0
 _EXIT_SECONDS = 1.0
 _NO_SUCH_ROUTE = {400, 403, 404, 405}
 """Answers of a server that will never list its models; any other failure may pass."""
 _ADAPTATIONS = 8
 """How often a trial request may be refused: it finds out what a server takes, field by field."""
-_NO_THINKING = {"enable_thinking": False, "thinking": False}
-"""The names that the chat templates of different model families have for it."""
-_TAKES_TEMPLATE_OPTIONS = {"vllm", "sglang", "llama.cpp"}
 _VERSIONS = {
     "vllm": ("/version", "version"),
     "llama.cpp": ("/props", "build_info"),
@@ -87,15 +86,6 @@ _SAID_NO = {400, 422}
 """Refusals of a trial request that stay; a wrong key or a model still loading may pass."""
 _STAND_INS = ("0", "Z", "#")
 """What stands for a message's text while its place in a prompt is looked for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Wording:
-    """What a request's body depends on besides the request itself."""
-
-    model: str
-    label_ids: tuple[int, ...] = ()
-    forced_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -115,37 +105,8 @@ class _Connection:
     client: AsyncOpenAI
     slots: asyncio.Semaphore
     lookup: _Lookup = field(default_factory=_Lookup)
-    trying: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a trial request is under way: those who come meanwhile share the outcome."""
-
-
-class _Key:
-    """The API key or the callable that knows it.
-
-    The client holds this, not the endpoint, which would then never be garbage collected.
-    """
-
-    def __init__(self, source: ApiKey | None) -> None:
-        self._source = _NO_KEY if source is None else source
-        self.last = ""
-        if isinstance(self._source, str):
-            self.last = _checked_key(self._source)
-        elif not callable(self._source):
-            raise ConfigurationError(
-                f"api_key must be a str or a callable, not a {type(source).__name__}"
-            )
-
-    @property
-    def option(self) -> str | Callable[[], Awaitable[str]]:
-        """What the client takes."""
-        return self._source if isinstance(self._source, str) else self._ask
-
-    async def _ask(self) -> str:
-        assert callable(self._source)  # noqa: S101 - narrows the type
-        # A synchronous callable may ask a vault: not on the loop that carries all requests.
-        key = await asyncio.to_thread(self._source)
-        self.last = _checked_key(await key if inspect.isawaitable(key) else key)
-        return self.last
+    trials: dict[ChatRequest, asyncio.Task[ChatReply]] = field(default_factory=dict)
+    """Trial requests under way: those who come meanwhile share the outcome."""
 
 
 class Endpoint:
@@ -187,7 +148,7 @@ class Endpoint:
         max_attempts: int = 3,
         client_factory: ClientFactory | None = None,
     ) -> None:
-        self.base_url, query, credentials = _address(base_url)
+        self.base_url, query, credentials = split_address(base_url)
         if model is not None and not (isinstance(model, str) and model.strip()):
             raise ConfigurationError(f"model={model!r} must be a served model's name, or None")
         if not isinstance(extra_body, Mapping | None):
@@ -200,8 +161,8 @@ class Endpoint:
         self.request_timeout = checked_positive("request_timeout", request_timeout)
         self.max_concurrency = checked_whole("max_concurrency", max_concurrency)
         self._max_attempts = checked_whole("max_attempts", max_attempts)
-        self._key = _Key(api_key)
-        self._headers = credentials | _checked_headers(headers or {})
+        self._key = Key(api_key)
+        self._headers = credentials | checked_headers(headers or {})
         self._query = query
         self._extra_body = dict(extra_body or {})
         self._client_factory = client_factory
@@ -306,14 +267,17 @@ class Endpoint:
         reply, sent = await with_retries(self._max_attempts, send, adaptations=adaptations)
         return replace(reply, seconds=time.perf_counter() - started, attempts=sent)
 
-    async def _ready(self, request: ChatRequest) -> _Wording:
+    async def _ready(self, request: ChatRequest) -> Wording:
         """Learn what the wording of a request depends on, the model's name first of all."""
         try:
             if request.labels or request.forced or not request.think:
                 await self._learn_capabilities()
             model = await self._model_name()
-            return _Wording(
+            return Wording(
                 model=model,
+                server=self._server,
+                dialect=self._dialect,
+                extra_body=self._extra_body,
                 label_ids=await self._ids_of_labels(request.labels, model),
                 forced_ids=await self._ids_of_forced(request.forced),
             )
@@ -321,27 +285,34 @@ class Endpoint:
             error.attempts = 0  # nothing was generated yet
             raise
 
-    async def _post_chat(self, request: ChatRequest, wording: _Wording) -> Json:
+    async def _post_chat(self, request: ChatRequest, wording: Wording) -> Json:
         async with self._turn() as client:
-            body = self._body(request, wording)
+            body = wording.body(request)
             with self._translated(body):
                 posted = client.post("/chat/completions", cast_to=object, body=body)
                 return await self._json(posted, body)
 
     async def _probe(self, request: ChatRequest) -> ChatReply:
-        async with (await self._connect()).trying:
-            outcome = self._trials.get(request)
-            if outcome is None:
-                try:
-                    outcome = await self._chat(request, adaptations=_ADAPTATIONS)
-                except EndpointRejectedError as error:
-                    if error.status_code not in _SAID_NO:
-                        raise
-                    outcome = error
-                self._trials[request] = outcome
+        outcome = self._trials.get(request)
         if isinstance(outcome, EndpointRejectedError):
             raise copy.copy(outcome) from outcome
-        return outcome
+        if outcome is not None:
+            return outcome
+        under_way = (await self._connect()).trials
+        if request not in under_way:
+            under_way[request] = asyncio.create_task(self._try(request))
+            under_way[request].add_done_callback(lambda _: under_way.pop(request, None))
+        # It outlives a question that has no time for it, since the next one needs it as well.
+        return await asyncio.shield(under_way[request])
+
+    async def _try(self, request: ChatRequest) -> ChatReply:
+        try:
+            self._trials[request] = reply = await self._chat(request, adaptations=_ADAPTATIONS)
+        except EndpointRejectedError as error:
+            if error.status_code in _SAID_NO:
+                self._trials[request] = error
+            raise
+        return reply
 
     async def _checked_span(self, reply: ChatReply, data: Json, request: ChatRequest) -> ChatReply:
         """Believe in spans found by their text once the server's tokeniser has confirmed one."""
@@ -376,19 +347,19 @@ class Endpoint:
     async def _tokenized(self, turns: Sequence[Json], request: ChatRequest) -> list[int]:
         """Return a conversation's token ids by vLLM's tokeniser."""
         body = {"model": await self._model_name(), "messages": turns}
-        body |= self._template_options(request)
+        body |= template_options(request, self._server, self._extra_body)
         tokens: list[int] = (await self._post_root("/tokenize", body))["tokens"]
         return tokens
 
     async def _ids_of_labels(self, labels: tuple[str, ...], model: str) -> tuple[int, ...]:
         """Return the ids of the labels' spellings that are one token each; vLLM's only."""
-        if not labels or not self._is("vllm") or "logprob_token_ids" in self._dialect.refused:
+        if not labels or self._server != "vllm" or "logprob_token_ids" in self._dialect.refused:
             return ()
         if labels not in self._label_ids:
             ids: dict[int, None] = {}
             try:
                 for label in labels:
-                    for spelled in _spellings(label):
+                    for spelled in spellings(label):
                         body = {"model": model, "prompt": spelled, "add_special_tokens": False}
                         tokens = (await self._post_root("/tokenize", body))["tokens"]
                         ids |= dict.fromkeys(tokens if len(tokens) == 1 else ())
@@ -409,7 +380,7 @@ class Endpoint:
         """
         if not text:
             return ()
-        if not self._is("llama.cpp"):
+        if self._server != "llama.cpp":
             raise EndpointRejectedError(
                 f"{self.base_url}: only llama.cpp's server can be made to write a given text",
                 endpoint=self.base_url,
@@ -417,7 +388,7 @@ class Endpoint:
             )
         body = {"content": text, "add_special": False, "parse_special": False, "with_pieces": True}
         tokens = (await self._post_root("/tokenize", body)).get("tokens") or []
-        whole: list[int] = [token["id"] for token in tokens if _is_whole(token)]
+        whole: list[int] = [token["id"] for token in tokens if is_whole(token)]
         if len(whole) < len(tokens):
             raise LogprobsUnavailableError(
                 f"{self.base_url}: {len(tokens) - len(whole)} of the text's {len(tokens)} tokens "
@@ -447,7 +418,7 @@ class Endpoint:
         yield ChatDelta(reply=replace(reply, seconds=seconds, attempts=collected.attempts))
 
     async def _chunks(
-        self, request: ChatRequest, wording: _Wording, collected: Collected
+        self, request: ChatRequest, wording: Wording, collected: Collected
     ) -> AsyncGenerator[Json, None]:
         sent = {"messages": [message.to_dict() for message in request.messages]}
         async with AsyncExitStack() as held:
@@ -480,11 +451,11 @@ class Endpoint:
                 raise
 
     async def _open_stream(
-        self, client: AsyncOpenAI, request: ChatRequest, wording: _Wording
+        self, client: AsyncOpenAI, request: ChatRequest, wording: Wording
     ) -> Any:  # AsyncStream[object]; its class is only importable with openai itself
         from openai import AsyncStream
 
-        body = self._body(request, wording) | {"stream": True}
+        body = wording.body(request) | {"stream": True}
         if "stream_options" not in self._dialect.refused:
             body["stream_options"] = {"include_usage": True}
         # llama.cpp closes the socket after a stream although it announced keep-alive; a pooled
@@ -514,41 +485,9 @@ class Endpoint:
             model=self._served,
         )
 
-    def _body(self, request: ChatRequest, wording: _Wording) -> Json:
-        dialect = self._dialect
-        body: Json = {
-            "model": wording.model,
-            "messages": [message.to_dict() for message in request.messages],
-            dialect.max_tokens_field: request.max_tokens,
-            "temperature": request.temperature,
-        }
-        if request.top_logprobs is not None:
-            # Some servers fail on logprobs without top_logprobs, so at least one is asked for.
-            wanted = max(1, request.top_logprobs)
-            body |= {"logprobs": True, "top_logprobs": min(wanted, dialect.most_alternatives)}
-        if request.score_message is not None:  # any server may be a proxy to a vLLM
-            body |= {"prompt_logprobs": 0, "return_token_ids": True}
-        if wording.label_ids:
-            body["logprob_token_ids"] = list(wording.label_ids)
-        if wording.forced_ids:
-            literals = " ".join(f"<[{token}]>" for token in wording.forced_ids)
-            body["grammar"] = f"root ::= {literals}"
-            body[dialect.max_tokens_field] = len(wording.forced_ids)
-        options = self._template_options(request)
-        body = {key: value for key, value in body.items() if key not in dialect.refused}
-        # What the user asked for is sent also where the server refuses it, and says so.
-        return body | self._extra_body | ({} if options.keys() & dialect.refused else options)
-
-    def _template_options(self, request: ChatRequest) -> Json:
-        """Return what the chat template is told; the user's own word counts more than ours."""
-        told = self._extra_body.get("chat_template_kwargs") or {}
-        server = self._capabilities.server if self._capabilities else None
-        if not request.think and server in _TAKES_TEMPLATE_OPTIONS:
-            told = _NO_THINKING | told
-        return {"chat_template_kwargs": told} if told else {}
-
-    def _is(self, server: str) -> bool:
-        return self._capabilities is not None and self._capabilities.server == server
+    @property
+    def _server(self) -> str | None:
+        return self._capabilities.server if self._capabilities else None
 
     async def _model_name(self) -> str:
         if self._served is None:
@@ -708,6 +647,10 @@ class Endpoint:
     async def _disconnect(self) -> None:
         connection = self._forget_connection()
         if connection is not None:
+            trials = list(connection.trials.values())
+            for trial in trials:
+                trial.cancel()
+            await asyncio.gather(*trials, return_exceptions=True)
             await connection.client.close()
 
     @contextmanager
@@ -789,17 +732,12 @@ class Endpoint:
         return said
 
     def _scrubbed(self, text: str) -> str:
-        """Servers like to echo what they were sent: keep keys out of messages."""
         values = [word for value in self._headers.values() for word in value.split()]
-        for secret in [self._key.last, *values, *self._query.values()]:
-            if len(secret) > 3 and secret != _NO_KEY:  # noqa: PLR2004 - "a" is no secret
-                text = text.replace(secret, "***")
-        return _KEY_LIKE.sub("***", text)
+        return scrubbed(text, [self._key.last, *values, *self._query.values()])
 
 
 _INHERITED: list[_Connection] = []
 _OPEN: weakref.WeakSet[_Connection] = weakref.WeakSet()
-_KEY_LIKE = re.compile(r"\b(?:sk|hf|gsk|xai)[-_][\w*-]{8,}")
 
 
 def _import_clients() -> None:
@@ -820,72 +758,6 @@ def _only_model(entries: list[Json], shown_url: str) -> str:
         f"{shown_url} serves {len(names)} models ({listed}); name one: Endpoint(url, model)",
         endpoint=shown_url,
     )
-
-
-# -------------------------------------------------------------------- small checks
-
-
-def _is_whole(token: object) -> bool:
-    """Whether a token of llama.cpp's tokeniser is text; parts of a character come as bytes."""
-    fields = mapping(token)
-    return isinstance(fields.get("piece"), str) and isinstance(fields.get("id"), int)
-
-
-def _spellings(label: str) -> tuple[str, ...]:
-    """Return how a label may be spelled as one token."""
-    words = dict.fromkeys((label, label.lower(), label.upper()))
-    return tuple(space + word for word in words for space in ("", " "))
-
-
-def _checked_key(key: object) -> str:
-    if not isinstance(key, str):
-        raise ConfigurationError(f"the api_key callable returned a {type(key).__name__}, not a str")
-    if not key or key.split() != [key] or not key.isascii():
-        raise ConfigurationError(
-            "api_key is empty or holds white space or non-ASCII characters; "
-            "strip the line break a file or shell may have added"
-        )
-    return key
-
-
-def _checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    for name, value in headers.items():
-        usable = isinstance(value, str) and value.isascii() and value.isprintable()
-        if not usable or value != value.strip():
-            raise ConfigurationError(
-                f"header {name!r} must be a line of ASCII text without white space around it"
-            )
-    # openai 2.x compares the name as it is spelled, and would send its own key beside it.
-    return {
-        "Authorization" if name.lower() == "authorization" else name: value
-        for name, value in headers.items()
-    }
-
-
-def _address(base_url: str) -> tuple[str, dict[str, str], dict[str, str]]:
-    """Split a URL into one that can be shown, its query, and its credentials as a header."""
-    try:
-        parts = urlsplit(base_url.strip())
-        host, _ = parts.hostname, parts.port  # reading the port checks it
-    except (AttributeError, ValueError):
-        host = None
-    if not host or parts.scheme not in {"http", "https"}:
-        raise ConfigurationError(
-            f"base_url {_without_secrets(base_url)!r} is not a URL; "
-            "write it with its scheme: http://localhost:8000/v1"
-        )
-    credentials: dict[str, str] = {}
-    if parts.username is not None:
-        pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-        encoded = base64.b64encode(pair.encode()).decode()
-        credentials["Authorization"] = f"Basic {encoded}"
-    path = parts.path.rstrip("/").removesuffix("/chat/completions")
-    url = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], path or "/v1", "", ""))
-    return url, dict(parse_qsl(parts.query)), credentials
-
-
-def _without_secrets(url: object) -> str:
-    return str(url).rpartition("@")[2].partition("?")[0]
 
 
 def _close_later(connection: _Connection, process: int) -> None:

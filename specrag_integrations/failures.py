@@ -59,6 +59,8 @@ def words_of(body: object, sent: Json | None = None) -> str:
         if isinstance(body, dict) and body.get(key):
             body = body[key]
     text = body if isinstance(body, str) else json.dumps(body, default=str)
+    if _HTML.match(text):
+        return "an HTML page instead of JSON: is this the URL of an OpenAI-compatible server?"
     text = _without_echo(" ".join(text.split()), sent or {})
     return text if len(text) <= 500 else text[:500] + "…"  # noqa: PLR2004 - a line, not a page
 
@@ -81,6 +83,7 @@ def _without_echo(text: str, sent: Json) -> str:
 
 NOT_JSON = re.compile(r"not JSON compliant|float values? (?:is|are) out of range", re.IGNORECASE)
 """What FastAPI servers answer, as 400 or 500, where a log-probability is infinite or no number."""
+_HTML = re.compile(r"\s*<(?:!doctype|html|\?xml)", re.IGNORECASE)
 _TELLING = 8
 """Characters from which a repeated piece of a prompt is no coincidence."""
 _ESCAPED = re.compile(r"""[^\x20-\x7e]|["'\\]""")

@@ -312,13 +312,14 @@ class SpeculativeRAG(Engine):
         work.emit(SelectedEvent(selection=selection, passages=winner.passages))
         if winner.truncated:
             work.note(f"the answer may be cut off: draft {winner.index} reached the token limit")
-        text, first_token = selection.text or winner.answer, None
+        text, first_token, refined = selection.text or winner.answer, None, False
         unsure = self._refine == "when_unsure" and is_unsure(selection, candidates)
         if (self._refine == "always" or unsure) and not work.deadline_hit:
             text, first_token = await self._refined(work, winner, text, history)
+            refined = first_token is not None
         else:
             work.emit(DeltaEvent(text=text))
-        refinement = Refinement(before=winner.answer, after=text) if text != winner.answer else None
+        refined = refined or text != winner.answer
         return Answer(
             text=text,
             rationale=winner.rationale,
@@ -328,7 +329,10 @@ class SpeculativeRAG(Engine):
             abstained=is_abstention(text),
             selection=selection,
             tier=work.tier,
-            trace=work.trace(first_token=first_token or work.clock.elapsed, refinement=refinement),
+            trace=work.trace(
+                first_token=first_token or work.clock.elapsed,
+                refinement=Refinement(before=winner.answer, after=text) if refined else None,
+            ),
             usage=Usage(steps=tuple(work.steps)),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -356,7 +357,10 @@ async def select(pool: Pool, selector: Selector) -> Selection:
     """
     name = type(selector).__name__
     try:
-        selection = await selector.select(pool)
+        selecting = selector.select(pool)
+        if not inspect.isawaitable(selecting):
+            raise ConfigurationError(f"{name}.select must be a coroutine: async def select(…)")
+        selection = await selecting
     except EndpointError as error:
         step = _failed_step(pool.model, error, 0)
         note = f"{name} could not select: {error}"

@@ -28,6 +28,8 @@ _LITTLE_MASS = 0.01
 """Below this probability of Yes and No together, a verifier is not answering the question."""
 _CRASH = 500
 """The status of a server that fails on a field, as opposed to one that is busy or not there."""
+_GLANCE = 0.05
+"""Seconds in which a trial that has ended meanwhile tells its outcome."""
 _PATIENCE = 30.0
 """Seconds before a server that failed two trials in a row is tried again."""
 
@@ -69,6 +71,7 @@ class Tryout:
         self._model = model
         self._reflection = Reflection(model=model, scoring=scoring)
         self._refusal: EndpointError | None = None
+        self._crash: Trial | None = None
         self._failures = 0
         self._last_failure = 0.0
         self._late = False
@@ -77,24 +80,27 @@ class Tryout:
     async def known(self, names: Sequence[TierName], tasks: Tasks) -> tuple[Trial, ...] | None:
         """Return what is known of some tiers for the next question; None while nothing is.
 
-        A trial that a deadline once cut off is not waited for again: it goes on beside the
-        question, whose successors it serves.
+        A trial that a deadline once cut off is not waited for again until it has ended.
         """
         if self._failures > 1 and time.monotonic() < self._last_failure + _PATIENCE:
             return None
         if self._late:
-            tasks.start(self._try_out(names))
-            return None
+            trying = tasks.start(self._try_out(names))
+            await asyncio.wait([trying], timeout=_GLANCE)
+            return trying.result() if trying.done() else None
         return await self._try_out(names)
 
     async def _try_out(self, names: Sequence[TierName]) -> tuple[Trial, ...] | None:
+        started = time.monotonic()
         try:
             trials = await self.trials(names)
         except asyncio.CancelledError:
             self._late = True
             raise
         except EndpointError as error:  # not an answer: it is tried again
-            self._failures, self._last_failure = self._failures + 1, time.monotonic()
+            if self._last_failure < started:  # questions at one time share one failure
+                self._failures += 1
+            self._last_failure = time.monotonic()
             log.info("%s could not be tried: %s", self._model.name, error)
             return None
         self._late, self._failures = False, 0
@@ -161,6 +167,8 @@ class Tryout:
         return Trial(tier="reflection", works=works, evidence=told)
 
     async def _trial_of_forcing(self) -> Trial:
+        if self._crash is not None:
+            return self._crash
         forcing = ForcedDecoding(reflection=self._reflection)
         known = await self._model.capabilities()
         if known is None or not known.forces_text:
@@ -171,7 +179,8 @@ class Tryout:
         except EndpointError as error:
             if error.retryable and error.status_code != _CRASH:
                 raise
-            return Trial(tier="forced_decoding", works=False, evidence=str(error))
+            self._crash = Trial(tier="forced_decoding", works=False, evidence=str(error))
+            return self._crash
         tokens = (reply.tokens if reply else None) or ()
         works = len(self._reflection.spans_of(PROBE_DRAFT, tokens)) == 2  # noqa: PLR2004 - both
         told = f"{len(tokens)} tokens written as given" if works else "another text was written"

@@ -111,6 +111,8 @@ class Verifier:
     async def ascore(self, question: str, drafts: Sequence[Draft]) -> list[Score]:
         """As `score`, without blocking the loop."""
         question = checked_question(question)
+        if not isinstance(drafts, Sequence) or isinstance(drafts, str):
+            raise InputError(f"drafts must be a list of Draft, not a {type(drafts).__name__}")
         pool = [(index, self._checked(draft, index)) for index, draft in enumerate(drafts)]
         if not pool:
             return []
@@ -152,13 +154,13 @@ class Verifier:
         paper = self.scoring.formula == "paper"
         if trials is None:  # nothing is known, so that only what most servers can is used
             proven = tuple(name for name in names if not TIERS[name].needs_proof)
-            names = names if paper else proven or names
+            names = proven or names
             notes.append(f"{self.model.name} could not be tried yet") if names != wanted else None
         elif len(names) > 1 or paper:
             names = working(names, trials, self.scoring) or (() if paper else names[-1:])
             first = wanted.index(names[0]) if names else len(wanted)
             notes += [
-                f"no {trial.tier}: {trial.evidence}"
+                f"{trial.tier} does not work with this server ({trial.evidence})"
                 for trial in trials
                 if not trial.works and trial.tier in wanted[:first]
             ]
@@ -168,7 +170,7 @@ class Verifier:
                 f"{self.model.name} does not return ({'; '.join(notes) or 'it cannot be tried'}); "
                 "use vLLM or llama.cpp, or leave formula out"
             )
-        notes = [*self._given_up.values(), *notes]
+        notes = [*self._given_up.values(), *notes, *self._left_out(names[0])]
         maker = TierMaker(model=self.model, scoring=self.scoring, thinks=self._tryout.thinks)
         return Plan(
             tiers=tuple(maker.make(name) for name in names),
@@ -182,6 +184,12 @@ class Verifier:
             EndpointError: the server cannot be reached, is busy, or refuses every request.
         """
         return await self._tryout.trials(("prompt_logprobs", "forced_decoding", "reflection"))
+
+    def _left_out(self, name: TierName) -> list[str]:
+        """Say which weights do nothing at a tier."""
+        weights = self.scoring.weights or {}
+        lacking = [t for t, weight in weights.items() if weight and t not in TIERS[name].terms]
+        return [f"no {', '.join(lacking)} there, so that its weight is left out"] if lacking else []
 
     def remember(self, verification: Verification) -> None:
         """Learn from a question how the next one is to be asked.
@@ -313,7 +321,8 @@ class Verification:
         if self._verifier.scoring.formula == "paper" and all(d.is_mute for _, d in drafts):
             raise ConfigurationError(
                 "formula='paper' needs all five terms, and the drafter returned no "
-                "log-probabilities; use another drafter, or leave formula out"
+                "log-probabilities (rationale_logprob and answer_logprob of a Draft); "
+                "use another drafter, or leave formula out"
             )
 
     def _lacks_drafter(self, name: TierName, drafts: Sequence[tuple[int, Draft]]) -> bool:
@@ -331,6 +340,10 @@ class Verification:
         errors = [verdict.error for verdict in self._current_verdicts]
         if errors and errors[0] and all(errors):
             raise errors[0]
+        if self.tier == "draft_only":
+            raise LogprobsUnavailableError(
+                "no draft has its drafter's log-probabilities: rationale_logprob, answer_logprob"
+            )
         if self.current and all(score.cannot for score in self.current):
             raise LogprobsUnavailableError(
                 f"{self._verifier.model.name}: {self.current[0].missing}; "

@@ -480,3 +480,10 @@ def test_a_score_becomes_json(score):
     assert data["missing"] == score.missing
     for name, one in score.spans.items():
         assert data["spans"][name] == {"total": one.total, "mean": one.mean, "tokens": one.tokens}
+
+
+def test_the_drafters_own_tier_cannot_do_without_its_word():
+    """There it is the drafter's server that is asked, and that cannot."""
+    score = scored(BY_HAND, Verdict(), tier="draft_only")
+
+    assert (score.value, score.cannot) == (None, True)

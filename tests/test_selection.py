@@ -858,3 +858,10 @@ def test_answers_are_voted_on_by_their_scores(scripted: Scripted) -> None:
     assert answer.selection.selector == "AnswerVote"
     assert sum(answer.selection.shares.values()) == pytest.approx(1.0)
     assert answer.tier == "reflection"
+
+
+def test_it_is_told_not_to_think_aloud() -> None:
+    """Its tokens are for the letter and the answer."""
+    _, model = single("Best: A\nAnswer: Paris")
+
+    assert not model.asked[0][0].think

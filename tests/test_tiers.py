@@ -1028,3 +1028,21 @@ def test_draft_only_asks_nobody() -> None:
 
     assert (found.terms, found.failed, found.attempts) == ({}, None, 0)
     assert model.asked == []
+
+
+# ---------------------------------------------------------------- letters, once more
+
+
+@pytest.mark.parametrize("text", ["Draft A or draft B", "The answer is A, or option C"])
+def test_two_letters_that_are_named_are_none(text: str) -> None:
+    """Either may be meant."""
+    assert picked_draft(text, [PARIS, ROME, OSLO]) is None
+
+
+def test_a_choice_is_made_without_thinking_aloud(scripted: Scripted) -> None:
+    """Where the server knows the switch."""
+    server = scripted("B", kind="vllm")
+    asyncio.run(tier(Endpoint(server.base_url), "choice").judge_all(QUESTION, [PARIS, ROME]))
+
+    switches = [body.get("chat_template_kwargs") for body in server.chats]
+    assert switches == [{"enable_thinking": False, "thinking": False}] * 2

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import re
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from scripted_model import ScriptedModel
 from scripted_server import Fault, Reply, ScriptedServer, default_respond, is_verification
 
 from specrag_integrations import (
@@ -25,13 +27,18 @@ from specrag_integrations import (
     LogprobsUnavailableError,
     NoAnswerError,
     NoAnswerReason,
+    RankStratified,
     Scoring,
     SpeculativeRAG,
     Verifier,
 )
 from specrag_integrations.errors import EndpointUnavailableError
+from specrag_integrations.models import ChatReply
 from specrag_integrations.selection import Pool
+from specrag_integrations.spans import SpanLogprob
 from specrag_integrations.tasks import Tasks
+from specrag_integrations.trials import Trial, Tryout, working
+from specrag_integrations.verifier import Plan
 
 Scripted = Callable[..., ScriptedServer]
 Body = dict[str, Any]
@@ -141,7 +148,7 @@ def test_a_trial_that_a_deadline_cut_off_is_not_waited_for_again(scripted: Scrip
         return default_respond(body, call)
 
     server = scripted(kind="vllm", probe=slowly)
-    engine = rag(server, server)
+    engine = rag(server, server, partitioner=RankStratified())
     with pytest.raises(NoAnswerError) as raised:
         engine.ask(QUESTION, PASSAGES, deadline=0.8)
     assert raised.value.reason == NoAnswerReason.DEADLINE
@@ -157,8 +164,16 @@ def test_a_trial_that_a_deadline_cut_off_is_not_waited_for_again(scripted: Scrip
 @pytest.mark.parametrize(
     ("options", "tier", "told"),
     [
-        ({"kind": "llama.cpp"}, "reflection", r"no prompt_logprobs: 0 of \d+ positions"),
-        ({"drops": NO_LOGPROBS}, "choice", r"no reflection: 0 alternatives"),
+        (
+            {"kind": "llama.cpp"},
+            "reflection",
+            r"prompt_logprobs does not work with this server \(0 of \d+ positions\)",
+        ),
+        (
+            {"drops": NO_LOGPROBS},
+            "choice",
+            r"reflection does not work with this server \(0 alternatives",
+        ),
     ],
 )
 def test_tiers_that_a_trial_ruled_out_are_in_the_trace(
@@ -419,4 +434,159 @@ def test_a_verifier_that_begins_with_a_new_line_is_given_room(scripted: Scripted
     server = scripted(respond, probe="respond")
     (trial,) = [t for t in asyncio.run(verifier(server).trials()) if t.tier == "reflection"]
 
-    assert "alternatives" in trial.evidence
+    assert "it writes before it answers" in trial.evidence
+
+
+# ---------------------------------------------------------------- trials that fail, and then work
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_is_busy_for_a_moment_is_not_one_without_the_field(
+    scripted: Scripted, status: int
+) -> None:
+    """It would have answered a request without the field as well as one with it."""
+
+    def probed(body: Body, call: int) -> Reply | Fault:
+        return default_respond(body, call) if call else Fault(status)
+
+    one = verifier(scripted(kind="vllm", probe=probed))
+
+    assert tiers_of(one) == ["reflection"]
+    assert tiers_of(one) == ["prompt_logprobs", "reflection"]
+
+
+def test_a_busy_server_is_not_one_that_cannot_be_made_to_write(scripted: Scripted) -> None:
+    """Its other replies came before it was busy."""
+    server = scripted(kind="llama.cpp", refuse={"grammar": Fault(503)})
+    one = verifier(server, scoring=Scoring(formula="paper"))
+
+    assert tiers_of(one) == ["prompt_logprobs", "forced_decoding"]
+    server.refuse.clear()
+    assert tiers_of(one) == ["forced_decoding"]
+
+
+def test_a_grammar_that_crashes_a_server_is_evidence_of_that_tier_alone(
+    scripted: Scripted,
+) -> None:
+    """Its words are kept, and what it can is known."""
+    server = scripted(kind="llama.cpp", refuse={"grammar": Fault(500)})
+    trials = {trial.tier: trial for trial in asyncio.run(verifier(server).trials())}
+
+    assert (trials["forced_decoding"].works, trials["reflection"].works) == (False, True)
+    assert "HTTP 500" in trials["forced_decoding"].evidence
+
+
+def test_a_server_that_was_left_in_peace_is_tried_again(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be up by then."""
+    server = scripted(kind="vllm", probe=Fault(503))
+    one = verifier(server)
+    for _ in range(3):
+        tiers_of(one)
+    server.probe = None
+    assert tiers_of(one) == ["reflection"]
+    monkeypatch.setattr("specrag_integrations.trials._PATIENCE", 0.0)
+
+    assert tiers_of(one) == ["prompt_logprobs", "reflection"]
+
+
+def test_a_failure_after_a_trial_that_worked_is_the_first_again() -> None:
+    """Two in a row are what ends the patience."""
+    busy, fine = EndpointUnavailableError("busy", status_code=503), ChatReply(text="Yes")
+    model = ScriptedModel([])
+
+    async def known() -> list[bool]:
+        tryout, found = Tryout(model, Scoring()), []
+        async with Tasks() as tasks:
+            for model.tried in (busy, fine, busy, fine):
+                found.append(await tryout.known(("reflection",), tasks) is not None)
+        return found
+
+    assert asyncio.run(known()) == [False, True, False, True]
+
+
+def test_a_late_trial_serves_the_questions_after_it(scripted: Scripted) -> None:
+    """No question waits for it any more, until it has come back."""
+    waiting = threading.Event()
+
+    async def probed(body: Body, call: int) -> Reply:
+        await asyncio.to_thread(waiting.wait, 10)
+        return default_respond(body, call)
+
+    server = scripted(kind="vllm", probe=probed)
+    one = verifier(server)
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(one.ascore(QUESTION, DRAFTS), 0.8))
+
+    def tiers() -> set[str]:
+        return {score.tier for score in one.score(QUESTION, DRAFTS)}
+
+    assert tiers() == {"reflection"}
+    waiting.set()
+    deadline = time.monotonic() + 5
+    while tiers() == {"reflection"}:
+        assert time.monotonic() < deadline
+    assert tiers() == {"prompt_logprobs"}
+    assert len(server.probes) == 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "left"),
+    [(None, ("choice",)), ({"consistency_answer": 1.0}, ("prompt_logprobs", "choice"))],
+)
+def test_a_tier_is_used_where_all_that_counts_at_it_can_be_had(weights: Any, left: Any) -> None:
+    """Yes and No may come back from no tier, and count at none."""
+    trials = [
+        Trial(tier="prompt_logprobs", works=True, evidence="45 of 46 positions"),
+        Trial(tier="reflection", works=False, evidence="0 alternatives to the first token"),
+    ]
+    names: Any = ("prompt_logprobs", "reflection", "choice")
+
+    assert working(names, trials, Scoring(weights=weights)) == left
+
+
+def test_a_verdict_behind_a_new_line_is_the_verdict(scripted: Scripted) -> None:
+    """The trial finds out that there is one, and questions leave room for it."""
+
+    def respond(body: Body, _: int) -> Reply:
+        written = [("\n", -0.1), ("Yes", -0.2)][: body["max_tokens"]]
+        alternatives = {"\n": -0.1, " ": -3.0}
+        return Reply(
+            "".join(text for text, _ in written), logprobs=written, alternatives=alternatives
+        )
+
+    server = scripted(respond, probe="respond")
+    one = verifier(server, tiers=("reflection", "agreement"))
+    scores = one.score(QUESTION, DRAFTS)
+
+    assert [score.tier for score in scores] == ["reflection"] * 2
+    assert None not in [score.value for score in scores]
+    assert {body["max_tokens"] for body in server.chats} == {1024}
+
+
+def test_tiers_below_the_one_in_use_need_no_note(scripted: Scripted) -> None:
+    """Nobody would have used them."""
+    server = scripted(kind="vllm", drops=("logprobs", "top_logprobs", "logprob_token_ids"))
+    one = verifier(server, scoring=Scoring(weights={"consistency_answer": 1.0}))
+
+    async def plan() -> Plan:
+        async with Tasks() as tasks:
+            return await one.tiers(tasks)
+
+    found = asyncio.run(plan())
+
+    assert [tier.name for tier in found.tiers] == ["prompt_logprobs"]
+    assert found.notes == ()
+
+
+def test_one_draft_without_log_probabilities_is_no_wrong_option(scripted: Scripted) -> None:
+    """Another drafter, or another try, had some."""
+    span = SpanLogprob(total=-1.0, tokens=2)
+    whole = replace(DRAFTS[0], rationale_logprob=span, answer_logprob=span)
+    one = verifier(scripted(kind="vllm"), scoring=Scoring(formula="paper"))
+
+    assert [score.value is None for score in one.score(QUESTION, [whole, DRAFTS[1]])] == [
+        False,
+        True,
+    ]

@@ -361,7 +361,7 @@ def test_a_server_that_cannot_tell_all_five_terms_is_no_place_for_the_papers_for
     with pytest.raises(ConfigurationError) as raised:
         verifier(server, scoring=Scoring(formula="paper")).score(QUESTION, [by(-1, -1)])
 
-    assert "which scripted does not return (no prompt_logprobs: 0 of " in str(raised.value)
+    assert "which scripted does not return (prompt_logprobs does not " in str(raised.value)
     assert "use vLLM or llama.cpp, or leave formula out" in str(raised.value)
     assert server.chats == []
 

@@ -417,3 +417,38 @@ def test_a_server_without_the_route_has_no_version(scripted, connect, caplog):
     with caplog.at_level(logging.WARNING):
         assert asyncio.run(connect(server).version()) is None
     assert caplog.records == []
+
+
+# ---------------------------------------------------------------- tokenisers
+
+
+@pytest.mark.parametrize("kind", ["openai", "llama.cpp", "sglang"])
+def test_only_vllm_is_asked_for_ids(scripted, connect, kind):
+    """Others have another tokeniser, or none."""
+    server = scripted("Yes", kind=kind)
+
+    chat(connect(server), CHECK)
+
+    assert "/tokenize" not in [path for _, path in server.requests]
+
+
+def test_a_tokeniser_that_was_away_is_asked_about_the_next_span(scripted, connect):
+    """What it did not say is not remembered."""
+    server = scripted("Yes", kind="vllm", faults={"/tokenize": Fault(503)})
+    endpoint = connect(server, max_attempts=1)
+
+    assert "not cross-checked" in chat(endpoint, SCORED).scored_evidence
+    server.faults.clear()
+    assert "confirmed by /tokenize" in chat(endpoint, SCORED).scored_evidence
+
+
+def test_a_text_with_parts_of_characters_is_not_forced(scripted, connect):
+    """llama.cpp would write them all and leave out their log-probabilities."""
+    tokens = [{"id": 1, "piece": "So"}, *({"id": n, "piece": [240 - n]} for n in (2, 3))]
+    fault = Fault(200, body={"tokens": tokens})
+    server = scripted("x", kind="llama.cpp", faults={"/tokenize": fault})
+
+    with pytest.raises(LogprobsUnavailableError, match=r"2 of the text's 3 tokens are parts"):
+        chat(connect(server), forced("So 😀"))
+
+    assert server.chats == []
