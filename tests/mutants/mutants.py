@@ -1654,6 +1654,8 @@ MUTANTS = [
         "trials: trials::a_late_trial_serves_the_questions_after_it",
         "self._late, self._failures = False, 0",
         "self._failures = 0",
+        "            await asyncio.wait([trying], timeout=_GLANCE)\n",
+        "",
     ),
     mutant(
         "a tier is used although Yes and No count and are not to be had",
