@@ -97,6 +97,15 @@ class _Lookup:
     error: EndpointError | None = None
 
 
+@dataclass(slots=True)
+class _Trial:
+    """A trial request under way."""
+
+    task: asyncio.Task[ChatReply]
+    waiting: int = 0
+    """Questions that wait for it; nobody's trial is not sent again."""
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class _Connection:
     """What belongs to one event loop: the pooled client and the concurrency limit."""
@@ -105,7 +114,7 @@ class _Connection:
     client: AsyncOpenAI
     slots: asyncio.Semaphore
     lookup: _Lookup = field(default_factory=_Lookup)
-    trials: dict[ChatRequest, asyncio.Task[ChatReply]] = field(default_factory=dict)
+    trials: dict[ChatRequest, _Trial] = field(default_factory=dict)
     """Trial requests under way: those who come meanwhile share the outcome."""
 
 
@@ -245,24 +254,31 @@ class Endpoint:
 
     # ---------------------------------------------------------------- on the portal's loop
 
-    async def _chat(self, request: ChatRequest, *, adaptations: int = 0) -> ChatReply:
+    async def _chat(
+        self,
+        request: ChatRequest,
+        *,
+        adaptations: int = 0,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> ChatReply:
+        """Send a request until it is answered, or not `wanted` any more."""
         started = time.perf_counter()
         wording = await self._ready(request)
-
-        wanted = request
+        asked = request
 
         async def send() -> ChatReply:
-            nonlocal wanted
+            nonlocal asked
             try:
-                data = await self._post_chat(wanted, wording)
-            except LogprobsUnavailableError as error:
-                if wanted.top_logprobs is not None and not (request.labels or request.forced):
-                    # The text is worth having without them.
-                    wanted = replace(wanted, top_logprobs=None)
+                data = await self._post_chat(asked, wording)
+            except EndpointError as error:
+                lacking = isinstance(error, LogprobsUnavailableError)
+                if lacking and asked.top_logprobs is not None and not request.needs_logprobs:
+                    asked = replace(asked, top_logprobs=None)
                     error.retryable, error.retry_after = True, 0.0
+                error.retryable = error.retryable and wanted()
                 raise
-            reply = read_reply(data, wanted, endpoint=self.base_url)
-            return await self._checked_span(reply, data, wanted) if reply.scored else reply
+            reply = read_reply(data, asked, endpoint=self.base_url)
+            return await self._checked_span(reply, data, asked) if reply.scored else reply
 
         reply, sent = await with_retries(self._max_attempts, send, adaptations=adaptations)
         return replace(reply, seconds=time.perf_counter() - started, attempts=sent)
@@ -293,25 +309,35 @@ class Endpoint:
                 return await self._json(posted, body)
 
     async def _probe(self, request: ChatRequest) -> ChatReply:
-        outcome = self._trials.get(request)
+        if request not in self._trials:
+            await self._ready(request)
+        under_way = (await self._connect()).trials
+        outcome = self._trials.get(request)  # others may have been quicker
         if isinstance(outcome, EndpointRejectedError):
             raise copy.copy(outcome) from outcome
         if outcome is not None:
             return outcome
-        under_way = (await self._connect()).trials
         if request not in under_way:
-            under_way[request] = asyncio.create_task(self._try(request))
-            under_way[request].add_done_callback(lambda _: under_way.pop(request, None))
-        # It outlives a question that has no time for it, since the next one needs it as well.
-        return await asyncio.shield(under_way[request])
-
-    async def _try(self, request: ChatRequest) -> ChatReply:
+            under_way[request] = _Trial(asyncio.create_task(self._try(request, under_way)))
+        trial = under_way[request]
+        trial.waiting += 1
         try:
-            self._trials[request] = reply = await self._chat(request, adaptations=_ADAPTATIONS)
+            # It outlives a question that has no time for it, since the next one needs it as well.
+            return await asyncio.shield(trial.task)
+        finally:
+            trial.waiting -= 1
+
+    async def _try(self, request: ChatRequest, under_way: dict[ChatRequest, _Trial]) -> ChatReply:
+        try:
+            self._trials[request] = reply = await self._chat(
+                request, adaptations=_ADAPTATIONS, wanted=lambda: under_way[request].waiting > 0
+            )
         except EndpointRejectedError as error:
             if error.status_code in _SAID_NO:
                 self._trials[request] = error
             raise
+        finally:
+            del under_way[request]
         return reply
 
     async def _checked_span(self, reply: ChatReply, data: Json, request: ChatRequest) -> ChatReply:
@@ -647,7 +673,7 @@ class Endpoint:
     async def _disconnect(self) -> None:
         connection = self._forget_connection()
         if connection is not None:
-            trials = list(connection.trials.values())
+            trials = [trial.task for trial in connection.trials.values()]
             for trial in trials:
                 trial.cancel()
             await asyncio.gather(*trials, return_exceptions=True)

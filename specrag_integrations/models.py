@@ -73,6 +73,11 @@ class ChatRequest:
     think: bool = True
     """False: no thinking aloud before the reply, where the model can be told so."""
 
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether the text alone would be worth nothing."""
+        return bool(self.labels or self.forced)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:

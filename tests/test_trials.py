@@ -531,6 +531,18 @@ def test_a_late_trial_serves_the_questions_after_it(scripted: Scripted) -> None:
     assert len(server.probes) == 1
 
 
+def test_a_trial_that_nobody_waits_for_is_not_sent_again(scripted: Scripted) -> None:
+    """It may end, but a server that fails it is left alone once the question is gone."""
+    server = scripted(kind="vllm", probe=Fault(503, after=0.6))
+    one = Verifier(Endpoint(server.base_url, "scripted", max_attempts=3))
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(one.ascore(QUESTION, DRAFTS), 0.3))
+    time.sleep(1.5)
+
+    assert len(server.probes) == 1
+
+
 @pytest.mark.parametrize(
     ("weights", "left"),
     [(None, ("choice",)), ({"consistency_answer": 1.0}, ("prompt_logprobs", "choice"))],
