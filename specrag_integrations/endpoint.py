@@ -117,6 +117,13 @@ class _Connection:
     trials: dict[ChatRequest, _Trial] = field(default_factory=dict)
     """Trial requests under way: those who come meanwhile share the outcome."""
 
+    async def end_trials(self) -> None:
+        """Cancel what is under way for questions to come."""
+        tasks = [trial.task for trial in self.trials.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
 
 class Endpoint:
     """A chat model behind an OpenAI-compatible URL: vLLM, SGLang, llama.cpp, OpenAI and others.
@@ -318,7 +325,9 @@ class Endpoint:
         if outcome is not None:
             return outcome
         if request not in under_way:
-            under_way[request] = _Trial(asyncio.create_task(self._try(request, under_way)))
+            task = asyncio.create_task(self._try(request, under_way))
+            task.add_done_callback(_seen)
+            under_way[request] = _Trial(task)
         trial = under_way[request]
         trial.waiting += 1
         try:
@@ -673,10 +682,7 @@ class Endpoint:
     async def _disconnect(self) -> None:
         connection = self._forget_connection()
         if connection is not None:
-            trials = [trial.task for trial in connection.trials.values()]
-            for trial in trials:
-                trial.cancel()
-            await asyncio.gather(*trials, return_exceptions=True)
+            await connection.end_trials()
             await connection.client.close()
 
     @contextmanager
@@ -766,6 +772,12 @@ _INHERITED: list[_Connection] = []
 _OPEN: weakref.WeakSet[_Connection] = weakref.WeakSet()
 
 
+def _seen(task: asyncio.Task[ChatReply]) -> None:
+    """Take note of a trial's failure, which nobody may be waiting for any more."""
+    if not task.cancelled():
+        task.exception()
+
+
 def _import_clients() -> None:
     import openai  # noqa: F401
     import tenacity  # noqa: F401 - loading them is the point
@@ -796,15 +808,25 @@ def _close_later(connection: _Connection, process: int) -> None:
 
 @atexit.register
 def _close_at_exit() -> None:
-    """Close what nobody closed, so that no socket is left to complain at the end."""
-
-    async def close(connection: _Connection) -> None:
-        await connection.client.close()
-        await asyncio.sleep(0)  # transports close their sockets one turn later
-
+    """End and close what nobody did, so that no task and no socket is left to complain."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[_Connection]] = {}
+    for connection in list(_OPEN):
+        if portal.runs(connection.loop):  # not those a fork has inherited
+            by_loop.setdefault(connection.loop, []).append(connection)
     closing = [
-        asyncio.run_coroutine_threadsafe(close(connection), connection.loop)
-        for connection in list(_OPEN)
-        if portal.runs(connection.loop)  # not those a fork has inherited
+        asyncio.run_coroutine_threadsafe(_end_all(connections), loop)
+        for loop, connections in by_loop.items()
     ]
     concurrent.futures.wait(closing, timeout=_EXIT_SECONDS)
+
+
+async def _end_all(connections: Sequence[_Connection]) -> None:
+    """Cancel every task of the loop, then close the clients they would find closed."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=_EXIT_SECONDS / 2)
+    for connection in connections:
+        await connection.client.close()
+    await asyncio.sleep(0)  # transports close their sockets one turn later
