@@ -111,8 +111,12 @@ def others():
 
 def portal_is_idle():
     async def idle():
-        for _ in range(20):  # finalisers of generators take a few turns of the loop
-            await asyncio.sleep(0)
+        # Finalisers of generators take a few turns of the loop, and a trial request, which serves
+        # later questions, may be ending.
+        for _ in range(200):
+            if not others():
+                break
+            await asyncio.sleep(0.01)
         return not others()
 
     return portal.run(idle())

@@ -25,9 +25,14 @@ def portal_is_idle():
     """Tell whether no task but the one that asks is left on the portal's loop."""
 
     async def others():
-        for _ in range(20):  # finalisers of generators take a few turns of the loop
-            await asyncio.sleep(0)
-        return asyncio.all_tasks() - {asyncio.current_task()}
+        # Finalisers of generators take a few turns of the loop, and a trial request that another
+        # module's tests began may be ending.
+        for _ in range(200):
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            if not left:
+                break
+            await asyncio.sleep(0.01)
+        return left
 
     return portal.run(others()) == set()
 
