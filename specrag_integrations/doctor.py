@@ -34,7 +34,7 @@ from specrag_integrations.labels import is_thinking
 from specrag_integrations.models import ChatReply, ChatRequest, Step, user
 from specrag_integrations.pipeline import PASSAGES_PER_DRAFT
 from specrag_integrations.portal import portal
-from specrag_integrations.scores import Scoring, TierName
+from specrag_integrations.scores import ASKING, Scoring, TierName
 from specrag_integrations.tasks import Tasks
 from specrag_integrations.trials import Trial, working
 from specrag_integrations.verifier import Verifier, all_tiers
@@ -139,8 +139,8 @@ class Checkup:
             "server": self.server,
             "version": self.version,
             "context_tokens": self.context_tokens,
-            "tiers": [_trial_dict(trial) for trial in self.tiers],
-            "drafts": _trial_dict(self.drafts) if self.drafts else None,
+            "tiers": [trial.to_dict() for trial in self.tiers],
+            "drafts": self.drafts.to_dict() if self.drafts else None,
             "cache": {"seen": cache.seen, "evidence": cache.evidence} if cache else None,
             "prefill": self.prefill,
             "overhead": self.overhead,
@@ -149,10 +149,6 @@ class Checkup:
             "notes": list(self.notes),
             "seconds": self.seconds,
         }
-
-
-def _trial_dict(trial: Trial) -> dict[str, Any]:
-    return {"tier": trial.tier, "works": trial.works, "evidence": trial.evidence}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -415,8 +411,7 @@ class _Examination:
         try:
             return await Verifier(self._endpoint).trials()
         except EndpointError as error:
-            names: tuple[TierName, ...] = ("prompt_logprobs", "forced_decoding", "reflection")
-            return tuple(Trial(tier=name, works=False, evidence=str(error)) for name in names)
+            return tuple(Trial(tier=name, works=False, evidence=str(error)) for name in ASKING)
 
     async def _prefill(self, checkup: Checkup) -> Checkup:
         """Compare prompts of two lengths; the longer one grows until the difference is plain."""

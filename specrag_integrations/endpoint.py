@@ -293,7 +293,7 @@ class Endpoint:
     async def _ready(self, request: ChatRequest) -> Wording:
         """Learn what the wording of a request depends on, the model's name first of all."""
         try:
-            if request.labels or request.forced or not request.think:
+            if request.needs_logprobs or not request.think:
                 await self._learn_capabilities()
             model = await self._model_name()
             return Wording(

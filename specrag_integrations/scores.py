@@ -68,6 +68,8 @@ TIERS: Mapping[TierName, TierFacts] = {
     "agreement": TierFacts(terms=("agreement",), default="agreement"),
 }
 """From the most telling to the least."""
+ASKING: tuple[TierName, ...] = tuple(name for name, facts in TIERS.items() if facts.per_draft)
+"""The tiers that ask the verifier about one draft at a time: what a trial can tell about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,12 +132,11 @@ class Scoring:
         """
         options = {"evidence": self.evidence, "order": self.order}
         given = {n: v for n, v in options.items() if v not in {None, "rationale_first"}}
-        if given and names and not any(TIERS[name].per_draft for name in names):
+        if given and names and not set(ASKING).intersection(names):
             name, value = next(iter(given.items()))
-            asking = ", ".join(name for name, facts in TIERS.items() if facts.per_draft)
             raise ConfigurationError(
                 f"{name}={value!r} does nothing at tier={names[0]!r}, which asks the verifier "
-                f"about no single draft; use one of {asking}"
+                f"about no single draft; use one of {', '.join(ASKING)}"
             )
 
     def _check_weights(self) -> None:
@@ -237,6 +238,11 @@ class Verdict:
     model: str | None = None
     seconds: float = 0.0
     attempts: int = 0
+
+    @property
+    def paid(self) -> Verdict:
+        """The same for a draft that shares it: another one has paid for it."""
+        return replace(self, count=TokenCount(), seconds=0.0, attempts=0)
 
 
 def score_of(

@@ -235,12 +235,12 @@ class Choice:
             )
             reply = await _reply(self.model, request, Step(kind="verify", index=turn))
             if isinstance(reply, Verdict):
-                return [_added(reply, asked), *[_free(reply)] * (len(drafts) - 1)]
+                return [_added(reply, asked), *[reply.paid] * (len(drafts) - 1)]
             asked = _added(asked, reply)
             picked = picked_draft(without_thinking(reply.text), order)
             if picked is None:
                 lost = replace(asked, failed="the verifier wrote no draft's letter", cannot=True)
-                return [lost, *[_free(lost)] * (len(drafts) - 1)]
+                return [lost, *[lost.paid] * (len(drafts) - 1)]
             picks.append(normal_answer(picked.answer))
         verdicts = [
             Verdict(terms={"pick": picks.count(normal_answer(draft.answer)) / len(picks)})
@@ -388,11 +388,6 @@ def _added(verdict: Verdict, other: Verdict | ChatReply) -> Verdict:
         seconds=verdict.seconds + other.seconds,
         attempts=verdict.attempts + other.attempts,
     )
-
-
-def _free(verdict: Verdict) -> Verdict:
-    """Return a verdict that another draft has paid for."""
-    return replace(verdict, count=TokenCount(), seconds=0.0, attempts=0)
 
 
 def _sum(one: int | None, other: int | None) -> int | None:

@@ -11,13 +11,14 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from specrag_integrations.drafts import Draft
 from specrag_integrations.errors import EndpointError
 from specrag_integrations.labels import is_thinking
-from specrag_integrations.models import ChatModel, ChatReply
+from specrag_integrations.models import ChatModel, ChatReply, Token
 from specrag_integrations.prompts import PROBE_ANSWER, PROBE_QUESTION, PROBE_RATIONALE
-from specrag_integrations.scores import TIERS, Scoring, TierName
+from specrag_integrations.scores import ASKING, TIERS, Scoring, TierName
 from specrag_integrations.tasks import Tasks
 from specrag_integrations.tiers import ForcedDecoding, Reflection
 
@@ -27,7 +28,7 @@ PROBE_DRAFT = Draft(rationale=PROBE_RATIONALE, answer=PROBE_ANSWER)
 _LITTLE_MASS = 0.01
 """Below this probability of Yes and No together, a verifier is not answering the question."""
 _CRASH = 500
-"""The status of a server that fails on a field, as opposed to one that is busy or not there."""
+"""The status of a server that fails on a field."""
 _GLANCE = 0.05
 """Seconds in which a trial that has ended meanwhile tells its outcome."""
 _PATIENCE = 30.0
@@ -42,6 +43,10 @@ class Trial:
     works: bool
     evidence: str
     """What came back, such as `0 of 75 positions`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able form."""
+        return {"tier": self.tier, "works": self.works, "evidence": self.evidence}
 
 
 def working(
@@ -117,13 +122,13 @@ class Tryout:
         Raises:
             EndpointError: the server cannot be reached, is busy, or refuses every request.
         """
-        if not any(TIERS[name].per_draft for name in names):
+        if not set(ASKING).intersection(names):
             return ()
         scored = "prompt_logprobs" in names and self._refusal is None
         try:
             reply = await self._probe(scored=scored)
         except EndpointError as error:
-            if not scored or (error.retryable and error.status_code != _CRASH):
+            if not scored or _may_pass(error):
                 raise
             reply = await self._probe()
             self._refusal = error  # it fails on this field alone
@@ -143,9 +148,8 @@ class Tryout:
         )
 
     def _trial_of_prompt_logprobs(self, reply: ChatReply) -> Trial:
-        both = self._reflection.spans_of(PROBE_DRAFT, reply.scored or ())
         told = reply.scored_evidence if self._refusal is None else str(self._refusal)
-        works = self._refusal is None and len(both) == 2  # noqa: PLR2004 - rationale and answer
+        works = self._refusal is None and self._finds_both(reply.scored or ())
         return Trial(tier="prompt_logprobs", works=works, evidence=told)
 
     async def _trial_of_reflection(self, reply: ChatReply) -> Trial:
@@ -177,11 +181,20 @@ class Tryout:
         try:
             reply = await self._model.probe(forcing.request(PROBE_QUESTION, PROBE_DRAFT))
         except EndpointError as error:
-            if error.retryable and error.status_code != _CRASH:
+            if _may_pass(error):
                 raise
             self._crash = Trial(tier="forced_decoding", works=False, evidence=str(error))
             return self._crash
         tokens = (reply.tokens if reply else None) or ()
-        works = len(self._reflection.spans_of(PROBE_DRAFT, tokens)) == 2  # noqa: PLR2004 - both
+        works = self._finds_both(tokens)
         told = f"{len(tokens)} tokens written as given" if works else "another text was written"
         return Trial(tier="forced_decoding", works=works, evidence=told)
+
+    def _finds_both(self, tokens: Sequence[Token]) -> bool:
+        """Whether the known draft's rationale and answer are in its tokens."""
+        return len(self._reflection.spans_of(PROBE_DRAFT, tokens)) == 2  # noqa: PLR2004
+
+
+def _may_pass(error: EndpointError) -> bool:
+    """Whether a server was busy or not there, as opposed to one that fails on a field."""
+    return error.retryable and error.status_code != _CRASH

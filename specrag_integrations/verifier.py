@@ -14,11 +14,12 @@ from specrag_integrations.errors import (
     InputError,
     LogprobsUnavailableError,
 )
-from specrag_integrations.models import ChatModel, Step, TokenCount
+from specrag_integrations.models import ChatModel, Step
 from specrag_integrations.options import check_kind, checked_question
 from specrag_integrations.portal import portal
 from specrag_integrations.prompts import numbered
 from specrag_integrations.scores import (
+    ASKING,
     DRAFT_TERMS,
     TIERS,
     Score,
@@ -155,7 +156,8 @@ class Verifier:
         if trials is None:  # nothing is known, so that only what most servers can is used
             proven = tuple(name for name in names if not TIERS[name].needs_proof)
             names = proven or names
-            notes.append(f"{self.model.name} could not be tried yet") if names != wanted else None
+            if names != wanted:
+                notes.append(f"{self.model.name} could not be tried yet")
         elif len(names) > 1 or paper:
             names = working(names, trials, self.scoring) or (() if paper else names[-1:])
             first = wanted.index(names[0]) if names else len(wanted)
@@ -183,7 +185,7 @@ class Verifier:
         Raises:
             EndpointError: the server cannot be reached, is busy, or refuses every request.
         """
-        return await self._tryout.trials(("prompt_logprobs", "forced_decoding", "reflection"))
+        return await self._tryout.trials(ASKING)
 
     def _left_out(self, name: TierName) -> list[str]:
         """Say which weights do nothing at a tier."""
@@ -368,7 +370,6 @@ class Verification:
                 return
             verdicts = await tier.judge_all(self._question, [draft for _, draft in drafts])
             for (index, draft), verdict in zip(drafts, verdicts, strict=True):
-                self._verdicts.append((tier.name, verdict))
                 self._take(tier, draft, index, verdict)
         elif TIERS[tier.name].free:
             for index, draft in drafts:
@@ -379,25 +380,21 @@ class Verification:
     async def _judge(self, tier: DraftTier, draft: Draft, index: int) -> None:
         """Judge one draft; equal ones share a verdict, and the copies cost nothing."""
         scoring = self._verifier.scoring
+        step = Step(kind="verify", index=index)
+        if scoring.formula == "paper" or TIERS[tier.name].free:
+            self._take(tier, draft, index, await tier.judge(self._question, draft, step=step))
+            return
         shown = numbered(draft.passages) if scoring.evidence else ""
         key = (tier.name, draft.rationale, draft.answer, shown)
-        if scoring.formula == "paper" or TIERS[tier.name].free:
-            verdict = await tier.judge(self._question, draft, step=Step(kind="verify", index=index))
-            self._verdicts.append((tier.name, verdict))
-            self._take(tier, draft, index, verdict)
-            return
         if key not in self._shared:
-            step = Step(kind="verify", index=index)
             judged = self._tasks.start(tier.judge(self._question, draft, step=step))
             self._shared[key] = (index, judged)
         first, judged = self._shared[key]
         verdict = await asyncio.shield(judged)
         if first == index:
-            self._verdicts.append((tier.name, verdict))
             self._take(tier, draft, index, verdict)
         else:
-            free = replace(verdict, count=TokenCount(), seconds=0.0, attempts=0)
-            self._take(tier, draft, index, free, shared_with=first)
+            self._take(tier, draft, index, verdict.paid, shared_with=first)
 
     def _take(
         self,
@@ -408,6 +405,8 @@ class Verification:
         *,
         shared_with: int | None = None,
     ) -> None:
+        if shared_with is None:
+            self._verdicts.append((tier.name, verdict))
         score = score_of(
             draft,
             verdict,
