@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import concurrent.futures
 import copy
 import json
 import logging
@@ -809,24 +808,11 @@ def _close_later(connection: _Connection, process: int) -> None:
 @atexit.register
 def _close_at_exit() -> None:
     """End and close what nobody did, so that no task and no socket is left to complain."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[_Connection]] = {}
+    portal.end(_close_open, seconds=_EXIT_SECONDS)
+
+
+async def _close_open() -> None:
     for connection in list(_OPEN):
         if portal.runs(connection.loop):  # not those a fork has inherited
-            by_loop.setdefault(connection.loop, []).append(connection)
-    closing = [
-        asyncio.run_coroutine_threadsafe(_end_all(connections), loop)
-        for loop, connections in by_loop.items()
-    ]
-    concurrent.futures.wait(closing, timeout=_EXIT_SECONDS)
-
-
-async def _end_all(connections: Sequence[_Connection]) -> None:
-    """Cancel every task of the loop, then close the clients they would find closed."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=_EXIT_SECONDS / 2)
-    for connection in connections:
-        await connection.client.close()
+            await connection.client.close()
     await asyncio.sleep(0)  # transports close their sockets one turn later

@@ -13,7 +13,14 @@ import contextvars
 import os
 import sys
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+)
 from contextlib import aclosing, suppress
 from typing import Any, Generic, TypeVar
 
@@ -169,6 +176,29 @@ class Portal:
                 _Work(_close(items), self.loop)
             else:
                 self.run(_close(items))
+
+    def end(self, close: Callable[[], Awaitable[None]], *, seconds: float) -> None:
+        """Cancel every task, then await `close`, all on the portal's loop; for the process's exit.
+
+        Nothing may be left to begin: what starts while the interpreter ends is frozen half-way,
+        and complains.
+        """
+        if self._loop is not None:
+            ending = asyncio.run_coroutine_threadsafe(_end(close, seconds / 2), self._loop)
+            concurrent.futures.wait([ending], timeout=seconds)
+
+
+async def _end(close: Callable[[], Awaitable[None]], seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    # A task that is cancelled may start others to clean up.
+    while (tasks := asyncio.all_tasks() - {asyncio.current_task()}) and loop.time() < deadline:
+        # Cancelled before its first step, a wrapper would never await the coroutine it holds.
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=deadline - loop.time())
+    await close()
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
