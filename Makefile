@@ -1,5 +1,6 @@
-# Everything runs in virtual environments that these targets make: .venv, and .venv-openai2 for the
-# older major of openai. Weights are fetched once into the user's cache folder.
+# Everything runs in virtual environments that these targets make: .venv, .venv-openai2 for the older
+# major of openai, and .venv-ragas, whose pins hold the others back. Weights are fetched once into the
+# user's cache folder.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -7,7 +8,8 @@ BIN := .venv/bin
 export SPECRAG_REGISTRY ?= $(CURDIR)/weights-mirror.toml
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test lint test-openai2 test-wheel test-vllm test-mutants notebooks bench ci clean
+.PHONY: help demo test lint test-openai2 test-wheel test-ragas test-vllm test-mutants notebooks \
+	bench eval-smoke ci clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -38,6 +40,10 @@ test-wheel: .venv/demo  ## The built wheel, alone in a fresh environment (1 minu
 	build/wheel/venv/bin/python -m pip install --quiet build/wheel/*.whl
 	build/wheel/venv/bin/python -I benchmarks/check_wheel.py
 
+test-ragas: .venv-ragas/test  ## The judge of answers through the real RAGAS library (3 minutes)
+	RAGAS_DO_NOT_TRACK=true .venv-ragas/bin/python -W ignore -c 'import ragas.metrics.collections'
+	.venv-ragas/bin/python -m pytest -q tests/test_eval_judging.py tests/test_eval_ragas.py
+
 test-vllm: .venv/dev  ## The tests against a real vLLM on the CPU; 3 GB in the cache (6 minutes)
 	installed=$$(tests/vllm/install.sh $(PYTHON)) && \
 		SPECRAG_VLLM="$$installed" $(BIN)/python -m pytest -m vllm tests/test_vllm.py
@@ -52,10 +58,16 @@ bench: .venv/dev  ## Print what importing the package and k-means cost
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/kmeans.py
 
-ci: test test-vllm test-mutants notebooks bench  ## What .ci/run calls (35 minutes)
+eval-smoke: .venv/demo  ## A real evaluation of 8 questions with SmolLM2, and its report (2 minutes)
+	rm -rf build/eval-smoke
+	$(BIN)/specrag eval --limit 8 --fresh --out build/eval-smoke \
+		--drafter-model smollm2-135m-instruct --verifier-model smollm2-135m-instruct
+	$(BIN)/specrag report build/eval-smoke --table seed
+
+ci: test test-ragas test-vllm test-mutants notebooks bench eval-smoke  ## What .ci/run calls (38 minutes)
 
 clean:  ## Remove what the targets made; the weights stay
-	rm -rf .venv .venv-openai2 build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-openai2 .venv-ragas build dist .pytest_cache .mypy_cache .ruff_cache
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -65,7 +77,7 @@ clean:  ## Remove what the targets made; the weights stay
 
 .venv/demo: pyproject.toml | .venv/bin/python
 	@echo "Installing into .venv …"
-	$(BIN)/python -m pip install --quiet --editable '.[local]'
+	$(BIN)/python -m pip install --quiet --editable '.[local,eval]'
 	@touch $@
 
 .venv/dev: .venv/demo
@@ -77,4 +89,10 @@ clean:  ## Remove what the targets made; the weights stay
 	$(PYTHON) -m venv .venv-openai2
 	.venv-openai2/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
 	.venv-openai2/bin/python -m pip install --quiet --editable . --group test --group kernel 'openai<3'
+	@touch $@
+
+.venv-ragas/test: pyproject.toml
+	$(PYTHON) -m venv .venv-ragas
+	.venv-ragas/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	.venv-ragas/bin/python -m pip install --quiet --editable '.[ragas]' --group test
 	@touch $@

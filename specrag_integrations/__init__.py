@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specrag_integrations.answers import Answer, Dissent, Refinement, Trace
+    from specrag_integrations.confidence import Calibration
     from specrag_integrations.drafts import Draft, FailedDraft
     from specrag_integrations.endpoint import Endpoint
     from specrag_integrations.errors import (
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "answers": ("Answer", "Dissent", "Refinement", "Trace"),
+    "confidence": ("Calibration",),
     "drafts": ("Draft", "FailedDraft"),
     "endpoint": ("Endpoint",),
     "errors": (
@@ -95,6 +97,7 @@ __all__ = [
     "AnswerVote",
     "BestScore",
     "ByCluster",
+    "Calibration",
     "ChatModel",
     "ConfigurationError",
     "Disjoint",

@@ -101,8 +101,10 @@ class Answer:
     """The numbers cited in rationale and text, in order of appearance."""
     dissent: tuple[Dissent, ...] = ()
     confidence: float | None = None
-    """P(correct); None without a calibration, since a raw score is not a probability."""
+    """P(correct) of the draft that is the answer. None without a calibration, since a raw score is
+    not a probability, and where the verifier wrote the answer: to fall back or to refine."""
     confidence_kind: str | None = None
+    """`calibrated` where there is a confidence."""
     abstained: bool = False
     """The passages do not tell."""
     selection: Selection | None = None

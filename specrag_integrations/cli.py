@@ -1,4 +1,4 @@
-"""The command line: `specrag demo`, `ask`, `doctor` and `models`.
+"""The command line: `specrag demo`, `ask`, `doctor`, `eval`, `report`, `calibrate` and `models`.
 
 Everything heavy is imported inside the commands, so that `specrag --help` answers at once.
 """
@@ -10,17 +10,20 @@ import functools
 import io
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import click
 
 from specrag_integrations.errors import (
     ConfigurationError,
+    EvaluationError,
     MissingDependencyError,
     NoAnswerError,
     NoAnswerReason,
@@ -30,11 +33,19 @@ from specrag_integrations.local import DRAFTER, VERIFIER
 
 if TYPE_CHECKING:
     from specrag_integrations.answers import Answer
+    from specrag_integrations.confidence import Calibration
     from specrag_integrations.display import Watch
+    from specrag_integrations.endpoint import Endpoint
     from specrag_integrations.engine import Engine
+    from specrag_integrations.evaluation.folder import RunFolder
+    from specrag_integrations.evaluation.questions import Question
+    from specrag_integrations.evaluation.runs import Run
+    from specrag_integrations.evaluation.summary import Prices
+    from specrag_integrations.evaluation.systems import System
     from specrag_integrations.events import Event
     from specrag_integrations.local.pair import Roles
     from specrag_integrations.passages import Passage
+    from specrag_integrations.usage import ModelRole
 
 _INTERRUPTED = 130
 _USAGE = 2
@@ -51,6 +62,7 @@ API keys are read from the environment, never from the command line:
   SPECRAG_DRAFTER_API_KEY    sent to the drafter's URL instead
   SPECRAG_VERIFIER_API_KEY   sent to the verifier's URL instead
 """
+_KEYS_AND_JUDGE = f"{_KEYS}  SPECRAG_JUDGE_API_KEY      sent to the judge's URL instead\n"
 
 
 def main() -> NoReturn:
@@ -482,6 +494,414 @@ def doctor(
         click.echo(json.dumps(found.to_dict(), ensure_ascii=ascii_only, indent=2))
     else:
         display.show_diagnosis(display.console(), found)
+
+
+# -------------------------------------------------------------------- eval, report, calibrate
+
+
+def _data_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the data it asks questions from, and which questions, as `data`."""
+
+    @functools.wraps(command)
+    def with_data(**options: Any) -> None:
+        fields = {field.name: options.pop(field.name) for field in dataclasses.fields(_Data)}
+        command(data=_Data(**fields), **options)
+
+    for option in (
+        click.option(
+            "--fresh", is_flag=True, help="Ask anew what is in the cache of replies, for timings."
+        ),
+        click.option(
+            "--seed", type=int, default=0, metavar="N", help="Which questions --limit takes."
+        ),
+        click.option(
+            "--skip",
+            type=click.IntRange(min=0),
+            default=0,
+            metavar="N",
+            help="Leave out the first N of those drawn, to confirm a choice on others.",
+        ),
+        click.option(
+            "--limit",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Questions of each file.  [all]",
+        ),
+        click.option(
+            "--top", type=click.IntRange(min=1), metavar="N", help="Passages from --docs.  [10]"
+        ),
+        click.option(
+            "--docs", multiple=True, metavar="PATH", help="Where rows without passages find them."
+        ),
+        click.argument("files", nargs=-1, metavar="[DATA]..."),
+    ):
+        with_data = option(with_data)
+    return with_data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Data:
+    """Which questions are asked."""
+
+    files: tuple[str, ...]
+    docs: tuple[str, ...]
+    top: int | None
+    limit: int | None
+    skip: int
+    seed: int
+    fresh: bool
+
+    def questions(self) -> list[Question]:
+        from specrag_integrations import corpus
+        from specrag_integrations.evaluation.questions import read_questions
+
+        _or_usage(wrong=bool(self.top and not self.docs), message="--top goes with --docs")
+        return read_questions(
+            self.files or [corpus.questions_path()],
+            docs=self.docs,
+            top=self.top or _TOP,
+            limit=self.limit,
+            skip=self.skip,
+            seed=self.seed,
+        )
+
+
+_PRICES_HELP = (
+    "What a role's tokens cost in $ per million, as ROLE=READ:WRITTEN, or its hardware in $ an "
+    "hour, as ROLE=N/h; ROLE is drafter or verifier."
+)
+
+
+@specrag.command("eval", epilog=_KEYS_AND_JUDGE)
+@_data_options
+@click.option(
+    "--systems",
+    default="main",
+    metavar="A,B,...",
+    help="What is compared; --systems help lists the names.  [main]",
+)
+@click.option("--out", metavar="DIR", help="A folder for all outcomes, the summary and the report.")
+@click.option("--price", "prices", multiple=True, metavar="ROLE=P", help=_PRICES_HELP)
+@click.option("--calibration", metavar="FILE", help="For systems that are +calibrated.")
+@click.option("--judge", metavar="URL", help="Endpoint of a model that judges answers by RAGAS.")
+@click.option("--judge-model", metavar="M", help="Its model.")
+@click.option(
+    "--table", type=click.Choice(["systems", "seed"]), default="systems", help="What is printed."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@_model_options
+def evaluate(
+    *,
+    data: _Data,
+    systems: str,
+    out: str | None,
+    prices: tuple[str, ...],
+    calibration: str | None,
+    judge: str | None,
+    judge_model: str | None,
+    table: str,
+    as_json: bool,
+    models: _Models,
+) -> None:
+    """Compare Speculative RAG with standard RAG on the questions of DATA.
+
+    \b
+      specrag eval questions.jsonl --limit 50 --out results/
+      specrag eval questions.jsonl --systems standard,speculative,speculative+m3+k4
+
+    DATA are files of questions with references and passages: the JSONL of docs/passages-jsonl.md,
+    HotpotQA, MuSiQue, PubHealth, TriviaQA, PopQA, or hub:NAME; without any, the bundled questions
+    are asked. Replies are kept in the cache, so that a run that was stopped goes on where it was.
+    The models run on this machine (llama.cpp) unless URLs are given; one URL alone serves both
+    roles.
+    """  # noqa: D301 - click needs the control character itself
+    from specrag_integrations import display
+    from specrag_integrations.evaluation.systems import described, parse_systems
+
+    if systems == "help":
+        click.echo(described())
+        return
+    _or_usage(wrong=bool(judge_model and not judge), message="--judge-model goes with --judge")
+    compared, priced = parse_systems(systems), _prices(prices)
+    questions = data.questions()
+    with _run(
+        data,
+        models,
+        compared,
+        questions,
+        out=out,
+        calibration=calibration,
+        judge=_judge(judge, judge_model) if judge else None,
+    ) as (folder, _):
+        summary = folder.summarise(questions, compared, prices=priced)
+    if as_json:
+        click.echo(json.dumps(summary, indent=2))
+    elif table == "seed":
+        display.show_seed_table(display.console(), summary)
+    else:
+        display.show_evaluation(display.console(), summary)
+    if folder.report is not None:
+        click.echo(f"Report: {folder.report}", err=as_json)
+
+
+@contextmanager
+def _run(
+    data: _Data,
+    models: _Models,
+    systems: Sequence[System],
+    questions: Sequence[Question],
+    *,
+    out: str | None,
+    calibration: str | None = None,
+    judge: Endpoint | None = None,
+    check: Callable[[Run], object] = lambda _: None,
+) -> Iterator[tuple[RunFolder, Run]]:
+    """Answer and judge what has not been yet, and provide the folder with all of it.
+
+    `check` raises before the first question what would be wrong with the run after the last.
+    """
+    from specrag_integrations import display
+    from specrag_integrations.evaluation.cache import ReplyCache
+    from specrag_integrations.evaluation.folder import Manifest, RunFolder
+    from specrag_integrations.evaluation.judging import judge_answers
+    from specrag_integrations.evaluation.runs import Run, served
+    from specrag_integrations.evaluation.systems import Models
+    from specrag_integrations.local.weights import cache_folder
+    from specrag_integrations.portal import portal
+    from specrag_integrations.prompts import prompts_hash
+
+    calibrated = _calibration(calibration)
+    slots = max(system.num_drafts for system in systems)
+    with (
+        closing(ReplyCache(cache_folder() / "replies.sqlite")) as cache,
+        display.watching(display.console(stderr=True)) as watch,
+        _serving(models, slots, watch) as roles,
+    ):
+        watch.say("asking the models for a first token")
+        weights = _weights(models)
+        found, facts = {}, {}
+        for role in ("drafter", "verifier"):
+            found[role], facts[role] = portal.run(
+                served(roles[role], cache=cache, weights=weights[role], fresh=data.fresh)
+            )
+        judging = None
+        if judge is not None:  # it is not timed, so that it need not be asked afresh
+            judging = portal.run(served(judge, cache=cache, weights=None, fresh=False))
+        manifest = Manifest(
+            models=facts,
+            prompts=prompts_hash(),
+            seed=data.seed,
+            command=" ".join(["specrag", *sys.argv[1:]]),
+        )
+        run = Run(
+            questions=questions,
+            systems=systems,
+            models=Models(**found, calibration=calibrated),
+        )
+        run.engines()
+        check(run)
+        with RunFolder(Path(out) if out else None, manifest) as folder:
+            folder.add_questions(questions)
+            if judging is not None:
+                folder.add_judge(judging[1])
+            done = {outcome.key for outcome in folder.outcomes if not outcome.failed}
+            try:
+                portal.run(run.answer_all(done=done, keep=folder.keep, show=watch.count))
+                if judging is not None:
+                    watch.say("judging the answers")
+                    judge_answers(
+                        folder.outcomes,
+                        judging[0],
+                        questions=questions,
+                        systems=systems,
+                        known=folder.judgements,
+                        keep=folder.keep_judgement,
+                        show=watch.count,
+                    )
+            except KeyboardInterrupt:
+                click.echo(f"Stopped: {_kept(folder)}", err=True)
+                raise
+            except (SpecRAGError, OSError) as error:
+                reason = error.strerror if isinstance(error, OSError) else str(error)
+                raise EvaluationError(f"{reason}; {_kept(folder)}") from error
+            yield folder, run
+
+
+def _kept(folder: RunFolder) -> str:
+    where = f"in {folder.path}" if folder.path else "in the cache of replies"
+    judgements = f" and {len(folder.judgements)} judgements" if folder.judgements else ""
+    kept = f"{len(folder.outcomes)} outcomes{judgements} are kept {where}"
+    return f"{kept}; run the same command to go on"
+
+
+def _judge(url: str, model: str | None) -> Endpoint:
+    from specrag_integrations.endpoint import Endpoint
+    from specrag_integrations.evaluation.ragas import check_library
+
+    check_library()  # to be known before anything is asked
+    key = os.environ.get("SPECRAG_JUDGE_API_KEY") or os.environ.get("SPECRAG_API_KEY")
+    return Endpoint(url, model, api_key=key)
+
+
+def _weights(models: _Models) -> dict[str, str | None]:
+    """Return the hash of each role's weights, where they run on this machine."""
+    if not models.embedded:
+        return {"drafter": None, "verifier": None}
+    from specrag_integrations.local.weights import hash_of
+
+    named = {
+        "drafter": models.drafter_model or DRAFTER,
+        "verifier": models.verifier_model or VERIFIER,
+    }
+    return {role: hash_of(name, registry=models.registry) for role, name in named.items()}
+
+
+def _calibration(path: str | None) -> Calibration | None:
+    from specrag_integrations.confidence import Calibration
+
+    return Calibration.load(path) if path else None
+
+
+def _prices(given: Sequence[str]) -> Prices | None:
+    """Read `verifier=0.6:0.8` (per million tokens read and written) and `drafter=1.2/h`."""
+    from specrag_integrations.evaluation.summary import HourPrice
+    from specrag_integrations.usage import Price
+
+    prices: dict[ModelRole, Price | HourPrice] = {}
+    for one in given:
+        found = _PRICE.fullmatch(one)
+        if found is None:
+            message = f"--price {one!r} must read like verifier=0.60:0.80 or drafter=1.20/h"
+            raise click.UsageError(message, click.get_current_context())
+        role = cast("ModelRole", found["role"])
+        if found["hour"]:
+            prices[role] = HourPrice(hour=float(found["hour"]))
+        else:
+            prices[role] = Price(input=float(found["read"]), output=float(found["written"]))
+    return prices or None
+
+
+_AMOUNT = r"\d+(?:\.\d+)?"
+_PRICE = re.compile(
+    rf"(?P<role>drafter|verifier)="
+    rf"(?:(?P<hour>{_AMOUNT})/h|(?P<read>{_AMOUNT}):(?P<written>{_AMOUNT}))"
+)
+
+
+@specrag.command()
+@click.argument("folder", metavar="DIR")
+@click.option("--price", "prices", multiple=True, metavar="ROLE=P", help=_PRICES_HELP)
+@click.option(
+    "--features",
+    metavar="FILE",
+    help="Write all outcomes without texts: scores, rightness and timings.",
+)
+@click.option(
+    "--table", type=click.Choice(["systems", "seed"]), default="systems", help="What is printed."
+)
+def report(*, folder: str, prices: tuple[str, ...], features: str | None, table: str) -> None:
+    """Make the summary and the report of DIR anew, without any model.
+
+    DIR is what `specrag eval --out DIR` has written, whole or stopped half-way.
+    """
+    from specrag_integrations import display
+    from specrag_integrations.evaluation.folder import RunFolder
+    from specrag_integrations.evaluation.outcomes import write_outcomes
+    from specrag_integrations.evaluation.systems import system_named
+
+    priced = _prices(prices)
+    with RunFolder(Path(folder)) as run:
+        systems = [system_named(name) for name in dict.fromkeys(o.system for o in run.outcomes)]
+        summary = run.summarise(run.questions, systems, prices=priced)
+        if features:
+            try:
+                write_outcomes(Path(features), run.outcomes, texts=False)
+            except OSError as error:
+                raise EvaluationError(f"{features} cannot be written: {error.strerror}") from error
+    if table == "seed":
+        display.show_seed_table(display.console(), summary)
+    else:
+        display.show_evaluation(display.console(), summary)
+    click.echo(f"Report: {run.report}")
+
+
+_SHARE = click.FloatRange(min=0, max=1, min_open=True, max_open=True)
+
+
+@specrag.command(epilog=_KEYS)
+@_data_options
+@click.option(
+    "--system", "name", default="speculative", metavar="NAME", help="As for eval.  [speculative]"
+)
+@click.option(
+    "--target-precision",
+    type=_SHARE,
+    default=0.9,
+    metavar="P",
+    help="The share of accepted answers that are to be right.  [0.9]",
+)
+@click.option(
+    "--delta", type=_SHARE, default=0.1, metavar="D", help="How likely that may fail.  [0.1]"
+)
+@click.option("--out", default="calibration.json", metavar="FILE", help="[calibration.json]")
+@click.option("--demonstration", is_flag=True, help="Mark it as one that nobody should rely on.")
+@_model_options
+def calibrate(
+    *,
+    data: _Data,
+    name: str,
+    target_precision: float,
+    delta: float,
+    out: str,
+    demonstration: bool,
+    models: _Models,
+) -> None:
+    """Measure how far a draft's score can be trusted, on questions with known answers.
+
+    \b
+      specrag calibrate questions.jsonl --target-precision 0.9 --out calibration.json
+
+    FILE then gives answers a confidence, P(correct), and holds the confidence from which on they
+    may be accepted: with probability 1 - D over the questions of DATA, at least the share P of the
+    accepted answers is right, for exchangeable questions in the same set-up.
+    """  # noqa: D301 - click needs the control character itself
+    from specrag_integrations import display
+    from specrag_integrations.evaluation import calibrating
+    from specrag_integrations.evaluation.runs import Run
+    from specrag_integrations.evaluation.systems import system_named
+
+    system = system_named(name)
+    _or_usage(wrong=not system.drafts, message=f"--system {name} has no drafts to calibrate")
+    _or_usage(
+        wrong=system.calibrated,
+        message=f"--system {name} stops early; leave +calibrated out, for all drafts are needed",
+    )
+    _or_usage(
+        wrong=Path(out).is_dir() or not Path(out).parent.is_dir(),
+        message=f"--out {out} cannot be written: it must be a file in a folder that is there",
+    )
+    questions, selector = data.questions(), system.options.get("selector")
+    calibrating.check_calibratable(
+        questions=len(questions), selector=selector, tier=system.scoring.get("tier")
+    )
+    with _run(data, models, [system], questions, out=None, check=Run.fingerprint) as (folder, run):
+        found = calibrating.calibrate(
+            folder.outcomes,
+            fingerprint=run.fingerprint(),
+            target_precision=target_precision,
+            delta=delta,
+            selector=selector,
+            seed=data.seed,
+            demonstration=demonstration,
+        )
+    try:
+        found.calibration.save(out)
+    except OSError as error:
+        raise EvaluationError(
+            f"{out} cannot be written: {error.strerror}; all replies are in the cache, so that the "
+            "same command is quick now"
+        ) from error
+    display.show_calibration(display.console(), found, Path(out))
 
 
 # -------------------------------------------------------------------- models

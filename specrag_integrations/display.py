@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -30,8 +32,10 @@ from specrag_integrations.scores import Score
 from specrag_integrations.subsets import Subset
 from specrag_integrations.usage import ModelRole
 
-if TYPE_CHECKING:  # only the doctor needs what it imports
+if TYPE_CHECKING:  # only the doctor and the evaluation need what these import
     from specrag_integrations.doctor import Checkup, Diagnosis
+    from specrag_integrations.evaluation.calibrating import CalibrationReport
+    from specrag_integrations.evaluation.runs import Progress as RunProgress
     from specrag_integrations.trials import Trial
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -48,6 +52,7 @@ _TIERS = {
     "agreement": "the share of drafts with this answer, the weakest evidence",
 }
 _NONE = "-"
+_LINE_SECONDS = 60.0
 
 
 # -------------------------------------------------------------------- consoles and text
@@ -87,6 +92,8 @@ class Watch:
     _drafts: list[str] = field(default_factory=list, init=False)
     _planned: int = field(default=0, init=False)
     _written: str = field(default="", init=False)
+    _counting: bool = field(default=False, init=False)
+    _next_line: float = field(default=0.0, init=False)
 
     def say(self, what: str) -> None:
         """Show what is being done now, its time starting at zero."""
@@ -108,6 +115,24 @@ class Watch:
         elif event.type == "delta":
             self._written += event.text
         self._show()
+
+    def count(self, now: RunProgress) -> None:
+        """Show how far a run of many questions has come, and how long it will take.
+
+        Where nobody watches, a line is written every minute, so that a log tells it as well.
+        """
+        if not self._counting:
+            self._next_line = time.monotonic() + _LINE_SECONDS
+        left = "" if now.seconds_left is None else f", {in_seconds(now.seconds_left)} left"
+        told = one_line(f"{now.done} of {now.total}{left}  {now.system}: {now.dataset}", 100)
+        if not self.progress.disable:
+            if not self._counting:
+                self.say(told)
+            self.progress.update(self.progress.task_ids[-1], description=told)
+        elif time.monotonic() >= self._next_line:
+            self.progress.console.print(told, soft_wrap=True)
+            self._next_line = time.monotonic() + _LINE_SECONDS
+        self._counting = True
 
     def _show(self) -> None:
         parts = []
@@ -571,3 +596,242 @@ def _show_forecast(out: Console, found: Forecast) -> None:
             "dim",
         )
     )
+
+
+# -------------------------------------------------------------------- an evaluation
+
+
+def show_evaluation(out: Console, summary: Mapping[str, Any]) -> None:
+    """Print how the systems compare, and what to do."""
+    _show_columns(out, "right or wrong", _RIGHT_COLUMNS.items(), summary["systems"])
+    _show_columns(out, "time and tokens", _TIME_COLUMNS.items(), summary["systems"])
+    _show_columns(out, "selection", _SELECTION_COLUMNS.items(), summary["selection"])
+    judged = [row for row in summary["systems"] if _is_judged(row)]
+    _show_columns(out, "judged by RAGAS", _JUDGED_COLUMNS, judged)
+    if judged:
+        out.print(_text(_told_of_judging(summary, judged), "dim"))
+    sets = ", ".join(f"{one['questions']} of {one['name']}" for one in summary["datasets"])
+    out.print(_text(f"Questions: {sets or 'none'}. In brackets: 95 % intervals.", "dim"))
+    for one in summary["datasets"]:
+        if label := one["majority"]:
+            told = f"{one['name']}: {label['label']} every time is right {_percent(label['share'])}"
+            out.print(_text(told, "dim"))
+    show_closing(out, summary["recommendation"])
+
+
+_RIGHT_COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "right": lambda row: _share(row["accuracy"]),
+    "against standard": lambda row: _points(_against(row, "difference")),
+    "won:lost": lambda row: _won_and_lost(row["against_standard"]),
+    "F1": lambda row: _NONE if row["f1"] is None else f"{row['f1']['value']:.2f}",
+    "words": lambda row: _NONE if row["words"] is None else f"{row['words']:.0f}",
+}
+_TIME_COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "first token": lambda row: _median(row["first_token"]),
+    "total": lambda row: _median(row["total"]),
+    "speed-up": lambda row: _speedup(_against(row, "speedup")),
+    "drafter": lambda row: _thousands(row["tokens"]["drafter"]),
+    "verifier": lambda row: _thousands(row["tokens"]["verifier"]),
+}
+_SELECTION_COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "mean": lambda row: _percent(row["mean"]),
+    "selected": lambda row: _percent(row["selected"]),
+    "oracle": lambda row: _percent(row["oracle"]),
+    "contested": lambda row: f"{row['contested']} of {row['questions']}",
+    "efficiency": lambda row: _interval(row["efficiency"]),
+}
+_JUDGED_COLUMNS: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
+    ("faithful", lambda row: _share(row["faithfulness"])),
+    ("difference", lambda row: _points(_against(row, "faithfulness"))),
+    ("factual", lambda row: _share(row["factual_correctness"])),
+    ("difference", lambda row: _points(_against(row, "factual_correctness"))),
+)
+
+
+def _is_judged(row: Mapping[str, Any]) -> bool:
+    return bool(row["faithfulness"] or row["factual_correctness"])
+
+
+def _told_of_judging(summary: Mapping[str, Any], judged: Sequence[Mapping[str, Any]]) -> str:
+    """Return who judged how many answers, and how far that can be trusted."""
+    from specrag_integrations.evaluation.ragas import CAUTION
+
+    counts = (
+        max((row[name] or {"n": 0})["n"] for name in ("faithfulness", "factual_correctness"))
+        for row in judged
+    )
+    answers = f"{sum(counts)} of {sum(row['questions'] for row in judged)} answers"
+    judge = one_line(summary["judge"]["name"], 60) if summary["judge"] else "an unnamed judge"
+    return f"Judged by {judge}: {answers}. {CAUTION}"
+
+
+def _show_columns(
+    out: Console,
+    title: str,
+    columns: Iterable[tuple[str, Callable[[Mapping[str, Any]], str]]],
+    rows: Sequence[Mapping[str, Any]],
+) -> None:
+    if not rows:
+        return
+    names, cells = zip(*columns, strict=True)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
+    table.add_column(title, overflow="fold")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        name = row.get("name") or row["system"] + (" (labels)" if row["labels"] else "")
+        table.add_row(_text(name), *(_text(cell(row)) for cell in cells))
+    out.print(table)
+    out.print()
+
+
+def show_calibration(out: Console, found: CalibrationReport, path: Path) -> None:
+    """Print what was calibrated, how well it fits, and what may be promised."""
+    calibration, facts = found.calibration, _facts()
+    terms = ", ".join(f"{name} {weight:+.3g}" for name, weight in calibration.coefficients.items())
+    facts.add_row("P(correct)", _text(f"{calibration.kind} in {terms}"))
+    for name, measures in (("raw score", found.before), ("confidence", found.after)):
+        if measures is not None:
+            told = f"Brier {measures.brier:.3f}, log loss {measures.log_loss:.3f}"
+            facts.add_row(name, _text(f"{told}, ECE {measures.ece:.3f} ({measures.n} questions)"))
+    for name, efficiency in (
+        ("selection now", found.current_efficiency),
+        ("with fitted weights", found.fitted_efficiency),
+    ):
+        if efficiency is not None:
+            told = f"efficiency {_interval(efficiency.interval.to_dict())}"
+            facts.add_row(name, _text(f"{told} on {efficiency.contested} contested questions"))
+    weights = ", ".join(f"{name} {weight:.3g}" for name, weight in calibration.weights.items())
+    facts.add_row("weights", _text(weights or "the tier's own term alone"))
+    for name, told in _accepted(found):
+        facts.add_row(name, _text(told))
+    for note in found.notes:
+        facts.add_row("Note", _text(note, "yellow"))
+    out.print(facts)
+    out.print()
+    out.print(_text(_promise(found), "bold"))
+    out.print(_text(f"Written to {path}", "dim"), soft_wrap=True)
+
+
+def _accepted(found: CalibrationReport) -> Iterator[tuple[str, str]]:
+    """Tell what the thresholds accept of the half that tests; each way of using them is a row."""
+    thresholds = found.calibration.thresholds
+    if thresholds is None:
+        return
+    whole = thresholds.questions
+    if thresholds.accept_confidence is not None:
+        accepted, early = round(found.coverage * whole), round(found.early * whole)
+        right = round((found.precision or 0.0) * accepted)
+        yield "accepted", f"{accepted} of {whole} questions, {right} right, {early} of them early"
+    name = "accepted" if thresholds.accept_confidence is None else "all awaited"
+    yield name, f"{thresholds.accepted} of {whole} questions, {thresholds.right} right"
+
+
+def _promise(found: CalibrationReport) -> str:
+    thresholds = found.calibration.thresholds
+    if thresholds is None:
+        bound = "" if found.bound is None else f" (the best lower bound is {found.bound:.2g})"
+        return f"No threshold promises anything{bound}: the file holds a confidence, and none."
+    accept = thresholds.accept_confidence
+    early = "" if accept is None else f", and stop early from {accept:.2f} on"
+    told = (
+        f"Accept from confidence {thresholds.min_confidence:.2f} on{early}: with probability "
+        f"{1 - thresholds.delta:g}, at least {thresholds.target:g} of the accepted answers are "
+        "right, for questions like these in this very set-up."
+    )
+    if found.attained:
+        return told
+    more = "the accepted are not right often enough"
+    if found.needed is not None:
+        more = f"at this precision, it takes about {found.needed} accepted in the half that tests"
+    return f"No threshold attains {found.asked:g}: {more}. {told}"
+
+
+def show_seed_table(out: Console, summary: Mapping[str, Any]) -> None:
+    """Print time, accuracy and cost of the three engines: the large model, the small one, both.
+
+    Where all of them were judged, accuracy is RAGAS's factual correctness.
+    """
+    rows = {row["name"]: row for row in summary["systems"]}
+    engines = {
+        "monolithic (verifier alone)": rows.get("standard"),
+        "drafter only": rows.get("drafter_only"),
+        "speculative": next((rows[name] for name in rows if name.startswith("speculative")), None),
+    }
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
+    table.add_column("engine", overflow="fold")
+    known = [row for row in engines.values() if row is not None]
+    judged = bool(known) and all(row["factual_correctness"] for row in known)
+    right, accuracy = ("factual (RAGAS)", "factual_correctness") if judged else _RIGHT
+    for name in ("TTFT p50", "total p50", right, "cost per 1,000"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for engine, row in engines.items():
+        cells = [_NONE] * 4 if row is None else _seed_cells(row, accuracy)
+        table.add_row(engine, *cells)
+    out.print(table)
+    if judged:
+        out.print(_text(_told_of_judging(summary, known), "dim"))
+
+
+_RIGHT = ("right", "accuracy")
+
+
+def _seed_cells(row: Mapping[str, Any], accuracy: str) -> list[str]:
+    first, total, cost = row["first_token"], row["total"], row["cost"]
+    return [
+        _median(first),
+        _median(total),
+        _share(row[accuracy]),
+        _NONE if cost is None else f"${cost['value']:,.2f}",
+    ]
+
+
+def _share(interval: Mapping[str, float] | None) -> str:
+    if interval is None:
+        return _NONE
+    low, high = 100 * interval["low"], 100 * interval["high"]
+    return f"{_percent(interval['value'])} ({low:.0f}-{high:.0f})"
+
+
+def _against(row: Mapping[str, Any], name: str) -> Any:
+    """Return one thing of a comparison with standard RAG; None where there is none."""
+    return (row["against_standard"] or {}).get(name)
+
+
+def _points(difference: Mapping[str, float] | None) -> str:
+    if difference is None:
+        return _NONE
+    value, low, high = (100 * difference[name] for name in ("value", "low", "high"))
+    return f"{value:+.0f} ({low:+.0f} to {high:+.0f})"
+
+
+def _won_and_lost(against: Mapping[str, Any] | None) -> str:
+    if against is None or against["p"] is None:
+        return _NONE
+    return f"{against['wins']}:{against['losses']}, p {against['p']:.2f}"
+
+
+def _interval(interval: Mapping[str, float] | None) -> str:
+    if interval is None:
+        return _NONE
+    return f"{interval['value']:.2f} ({interval['low']:.2f} to {interval['high']:.2f})"
+
+
+def _median(found: Mapping[str, float] | None) -> str:
+    return _NONE if found is None else in_seconds(found["p50"])
+
+
+def _thousands(tokens: Mapping[str, float]) -> str:
+    return f"{tokens['prompt']:,.0f}+{tokens['completion']:,.0f}"
+
+
+def _speedup(interval: Mapping[str, float | None] | None) -> str:
+    if interval is None:
+        return _NONE
+    low, high = interval["low"] or 0.0, interval["high"]
+    ends = f" ({low:.2f}-{high:.2f})" if high is not None else ""  # too few pairs have none
+    return f"{interval['value']:.2f}x{ends}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -138,8 +138,8 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row]:
             names the line.
     """
     rows: dict[str, Row] = {}
-    for number, where, record in _records(Path(path)):
-        row = _row(record, number, where)
+    for number, where, record in records_of(Path(path)):
+        row = row_of(record, number, where)
         if row.id in rows:
             raise InputError(f"{where}: the id {row.id!r} stands on an earlier line as well")
         rows[row.id] = row
@@ -215,7 +215,12 @@ def _named(files: Sequence[tuple[Path, str]]) -> Iterator[tuple[Path, str]]:
         yield path, name if uses[name] == 1 else path.as_posix()
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return a file's text.
+
+    Raises:
+        InputError: it is missing, empty, unreadable or not UTF-8 text.
+    """
     try:
         with _io_errors(path):
             text = path.read_text(encoding="utf-8-sig")
@@ -245,7 +250,7 @@ def _io_errors(path: Path) -> Iterator[None]:
 
 def _documents(path: Path, name: str) -> Iterator[_Document]:
     if path.suffix.lower() == ".jsonl":
-        for number, where, record in _records(path):
+        for number, where, record in records_of(path):
             yield _Document(
                 id=_optional_id(record, where) or f"{name}:{number}",
                 title=_optional_text(record, "title", where) or path.name,
@@ -253,7 +258,7 @@ def _documents(path: Path, name: str) -> Iterator[_Document]:
                 metadata={**_without(record, "id", "title", "text"), "path": str(path)},
             )
     else:
-        title, text = _title_and_text(_read_text(path))
+        title, text = _title_and_text(read_text(path))
         yield _Document(id=name, title=title or path.name, text=text, metadata={"path": str(path)})
 
 
@@ -279,7 +284,7 @@ def _passages(document: _Document) -> Iterator[Passage]:
 
 def _pieces(text: str, limit: int, borders: Sequence[re.Pattern[str]]) -> list[str]:
     """Cut at the best borders that make the pieces fit; joined, they are the text again."""
-    if not borders or _size(text) <= limit:
+    if not borders or words_in(text) <= limit:
         return [text]
     best, *others = borders
     cuts = [0, *(border.end() for border in best.finditer(text)), len(text)]
@@ -292,7 +297,7 @@ def _packed(pieces: Sequence[str], limit: int) -> list[str]:
     packed: list[str] = []
     room = 0
     for piece in pieces:
-        size = _size(piece)
+        size = words_in(piece)
         if packed and size <= room:
             packed[-1] += piece
             room -= size
@@ -302,7 +307,8 @@ def _packed(pieces: Sequence[str], limit: int) -> list[str]:
     return packed
 
 
-def _size(text: str) -> int:
+def words_in(text: str) -> int:
+    """Count words."""
     return sum(1 for _ in _WORD.finditer(text))
 
 
@@ -331,10 +337,10 @@ def _bm25(query: Sequence[str], texts: Sequence[list[str]]) -> list[float]:
 # JSON lines
 
 
-def _records(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
+def records_of(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Yield each object of a JSONL with its line number and a name of the place for messages."""
     # Not splitlines: JSON strings may hold the other characters at which that cuts.
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -349,7 +355,12 @@ def _records(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
         yield number, where, record
 
 
-def _row(record: dict[str, Any], number: int, where: str) -> Row:
+def row_of(record: dict[str, Any], number: int, where: str) -> Row:
+    """Read one object of a passages JSONL; `where` is its place, for messages.
+
+    Raises:
+        InputError: it is no row; the message says what is wrong.
+    """
     question = _text(record, "question", where)
     if not question.strip():
         raise InputError(f'{where}: "question" is empty')

@@ -5,6 +5,8 @@
     ├── MissingDependencyError (ImportError) names the extra to install
     ├── InputError (ValueError)              an empty question, an unreadable file, a bad line
     ├── WeightsError                         model weights that cannot be had or fail their hash
+    ├── CacheError                           the cache of replies cannot be read or written
+    ├── EvaluationError                      an evaluation that could not go on; all done is kept
     ├── EndpointError                        .endpoint .model .status_code .request_id .retryable
     │   ├── EndpointTimeoutError             no reply within the request's time; retryable
     │   ├── EndpointUnavailableError         no connection, 429 or 5xx; retryable; .retry_after
@@ -50,6 +52,14 @@ class InputError(SpecRAGError, ValueError):
 
 class WeightsError(SpecRAGError):
     """Model weights that cannot be fetched, or that fail their hash."""
+
+
+class CacheError(SpecRAGError):
+    """The cache of replies cannot be read or written."""
+
+
+class EvaluationError(SpecRAGError):
+    """An evaluation that could not go on; what was done is kept."""
 
 
 class EndpointError(SpecRAGError):
@@ -121,6 +131,7 @@ class NoAnswerReason(StrEnum):
     NO_PASSAGES = "no_passages"
     NO_USABLE_DRAFT = "no_usable_draft"
     DISAGREEMENT = "disagreement"
+    LOW_CONFIDENCE = "low_confidence"
     FALLBACK_FAILED = "fallback_failed"
     DEADLINE = "deadline"
 

@@ -166,6 +166,8 @@ class Capabilities:
     """Whether `count_tokens` asks the server's own tokeniser."""
     forces_text: bool = False
     """Whether `ChatRequest.forced` can be obeyed."""
+    weights: str | None = None
+    """The quantisation and size of the model's weights, where the server tells."""
 
 
 class ChatModel(Protocol):

@@ -15,6 +15,15 @@ from typing import Literal, get_args
 
 from specrag_integrations.answers import Answer, Refinement, Trace, dissent_from
 from specrag_integrations.citations import cited_numbers, is_abstention
+from specrag_integrations.confidence import (
+    Calibration,
+    Fingerprint,
+    Gauge,
+    ask_servers,
+    check_thresholds,
+    named,
+    prompt_hash,
+)
 from specrag_integrations.drafts import Draft, Drafter, FailedDraft
 from specrag_integrations.engine import Clock, Engine
 from specrag_integrations.errors import (
@@ -36,14 +45,17 @@ from specrag_integrations.events import (
 from specrag_integrations.models import ChatModel, Message, StepKind
 from specrag_integrations.options import check_kind, checked_whole
 from specrag_integrations.passages import Passage, Usable
+from specrag_integrations.portal import portal
 from specrag_integrations.prompts import refine_messages
 from specrag_integrations.scores import Score, Scoring, TierName
 from specrag_integrations.selection import (
+    BestScore,
     Candidate,
     FallbackReason,
     Pool,
     Selection,
     Selector,
+    accepted_first,
     candidates_of,
     is_unsure,
     nothing_usable,
@@ -85,11 +97,18 @@ class SpeculativeRAG(Engine):
         embedder: (texts, question) -> array (n, d), sync or async, used for all passages if any
             lacks an embedding; TF-IDF without it.
         scoring: How drafts are scored; by default at the best tier that the verifier's server
-            allows.
+            allows, and with the calibration's weights.
         selector: How one of them is selected; by default the highest score wins. The tiers `choice`
             and `agreement` bring their own.
+        calibration: What `specrag calibrate` measured in this very set-up. It gives answers their
+            `confidence`, P(correct).
+        min_confidence: A winner below it, or without a confidence, is not trusted, and standard RAG
+            answers: `calibration.min_confidence`, or a probability of your own.
+        accept_confidence: The first draft to reach it is the answer, and all that is still under
+            way is cancelled: `calibration.accept_confidence`, or a probability of your own.
         refine: `"always"` has the verifier mend the winning draft against the draft's own passages,
-            `"when_unsure"` only where a rival answer is within 0.1 nats of it.
+            `"when_unsure"` only where a rival answer is within 0.1 nats of it, or where it is below
+            `min_confidence` and there is no fallback.
         fallback: `"standard"`, or None to raise `NoAnswerError` where no draft can be used.
         fallback_template: The app's own prompt for the fallback.
         max_answer_tokens: The most tokens of a draft, a refined answer, and a fallback's answer.
@@ -111,6 +130,9 @@ class SpeculativeRAG(Engine):
         embedder: Embedder | None = None,
         scoring: Scoring | None = None,
         selector: Selector | None = None,
+        calibration: Calibration | None = None,
+        min_confidence: float | None = None,
+        accept_confidence: float | None = None,
         refine: Refine = "never",
         fallback: Literal["standard"] | None = "standard",
         fallback_template: Template | None = None,
@@ -142,7 +164,15 @@ class SpeculativeRAG(Engine):
         check_kind("embedder", embedder, method="__call__")
         check_kind("fallback_template", fallback_template, method="__call__")
         check_kind("scoring", scoring, kind=Scoring)
+        check_kind("calibration", calibration, kind=Calibration)
         check_kind("instructions", instructions, kind=str)
+        scoring = _scoring(scoring, calibration, selector)
+        check_thresholds(
+            calibration,
+            min_confidence=min_confidence,
+            accept_confidence=accept_confidence,
+            scoring=scoring,
+        )
         self._partitioner.check(num_drafts=num_drafts, passages_per_draft=passages_per_draft)
         self._embedder = embedder
         self._drafter = Drafter(
@@ -167,6 +197,20 @@ class SpeculativeRAG(Engine):
                 max_tokens=max_answer_tokens,
             )
         self._instructions, self._max_tokens = instructions, max_answer_tokens
+        self._calibration = calibration
+        self._min_confidence, self._accept_confidence = min_confidence, accept_confidence
+        self._setup = Fingerprint(
+            tier=scoring.tier,
+            prompts=prompt_hash(scoring, instructions),
+            num_drafts=num_drafts,
+            passages_per_draft=passages_per_draft,
+            partitioner=named(self._partitioner),
+            selector=named(selector or BestScore()),
+            formula=scoring.formula,
+            weights={term: weight for term, weight in (scoring.weights or {}).items() if weight},
+        )
+        if calibration is not None:
+            calibration.check(self._setup.with_models(drafters, verifying))
         self.max_requests = self._most_requests(drafters, verifying)
 
     def __repr__(self) -> str:
@@ -174,6 +218,22 @@ class SpeculativeRAG(Engine):
         return (
             f"SpeculativeRAG(drafter={drafters!r}, verifier={self._models[-1].name!r}, "
             f"num_drafts={self._num_drafts}, passages_per_draft={self._passages_per_draft})"
+        )
+
+    def fingerprint(self) -> Fingerprint:
+        """Return the set-up that a calibration of this engine would hold for, its servers asked.
+
+        Its tier is known only where `scoring` forces one; an answer tells the tier it used.
+        """
+        return portal.run(self.afingerprint())
+
+    async def afingerprint(self) -> Fingerprint:
+        """As `fingerprint`, without blocking the loop."""
+        servers = await ask_servers(self._drafter.models, self._model)
+        return replace(
+            self._setup.with_models(self._drafter.models, self._model),
+            drafter_server=servers.drafter,
+            verifier_server=servers.verifier,
         )
 
     def _most_requests(self, drafters: Sequence[ChatModel], verifier: ChatModel) -> int:
@@ -195,7 +255,13 @@ class SpeculativeRAG(Engine):
         clock: Clock,
         emit: Emit,
     ) -> Answer:
-        work = _Work(question=question, passages=usable.passages, clock=clock, emit=emit)
+        work = _Work(
+            question=question,
+            passages=usable.passages,
+            clock=clock,
+            emit=emit,
+            accept_confidence=self._accept_confidence,
+        )
         work.note(*usable.dropped)
         await self._speculate(work, history)
         selection, candidates = await self._select(work)
@@ -213,7 +279,10 @@ class SpeculativeRAG(Engine):
     # ---------------------------------------------------------------- partition, draft, verify
 
     async def _speculate(self, work: _Work, history: Sequence[Message]) -> None:
-        """Fill `work` with drafts and scores until all are there or the deadline has passed."""
+        """Fill `work` with drafts and scores, until all are there, one is accepted, or time is up.
+
+        What is still under way then is cancelled.
+        """
         scope = asyncio.timeout(work.clock.left)
         try:
             async with scope, Tasks() as tasks:
@@ -221,8 +290,11 @@ class SpeculativeRAG(Engine):
                     work.verification = self._verifier.begin(
                         work.question, tasks=tasks, report=work.add_score
                     )
+                work.gauge = self._gauge(tasks)
                 partition = await self._partition(work)
-                await self._draft_and_verify(work, partition, history, tasks)
+                await tasks.until_first(
+                    self._draft_and_verify(work, partition, history, tasks), work.enough.wait()
+                )
         except TimeoutError:
             if not scope.expired():
                 raise
@@ -235,6 +307,20 @@ class SpeculativeRAG(Engine):
             if self._verifier is not None and work.verification is not None:
                 work.note(*work.verification.notes)
                 self._verifier.remember(work.verification)
+            if work.gauge is not None:
+                work.note(*work.gauge.notes, level=logging.WARNING)
+
+    def _gauge(self, tasks: Tasks) -> Gauge | None:
+        """Begin to find out whether this question's scores have a confidence."""
+        if self._calibration is None:
+            return None
+        return Gauge(
+            self._calibration,
+            setup=self._setup,
+            drafters=self._drafter.models,
+            verifier=self._model,
+            tasks=tasks,
+        )
 
     async def _partition(self, work: _Work) -> Partition:
         partition = await make_subsets(
@@ -265,6 +351,8 @@ class SpeculativeRAG(Engine):
             )
             work.add_draft(draft)
             if work.verification and isinstance(draft, Draft) and not draft.abstained:
+                if work.gauge is not None:
+                    await work.gauge.ready()
                 await work.verification.add(draft, index=draft.index)
 
         await tasks.all_of([draft_then_verify(index) for index in range(len(partition.subsets))])
@@ -278,6 +366,13 @@ class SpeculativeRAG(Engine):
         selector = self._selector or own_selector(work.tier)
         scored = self._verifier is not None
         candidates = candidates_of(work.usable_drafts, work.current_scores, scored=scored)
+        if work.accepted is not None:
+            left = sum(map(len, work.unfinished.values()))
+            work.note(
+                f"accepted early: draft {work.accepted.draft} at confidence "
+                f"{work.accepted.confidence:.2f}, {left} drafts cancelled"
+            )
+            return accepted_first(candidates, work.accepted.draft), candidates
         if not candidates or (selector.requests and work.deadline_hit):
             return nothing_usable(), candidates
         pool = Pool(question=work.question, candidates=tuple(candidates), model=self._model)
@@ -296,7 +391,20 @@ class SpeculativeRAG(Engine):
             work.stages["select"] = work.clock.elapsed
         arrived = work.clock.elapsed
         work.steps += [replace(step, arrived=arrived) for step in selection.steps]
-        return selection, candidates
+        return self._trusted(work, selection), candidates
+
+    def _trusted(self, work: _Work, selection: Selection) -> Selection:
+        """Take the victory from a draft below `min_confidence`, unless it is to be mended."""
+        if self._min_confidence is None or selection.winner is None:
+            return selection
+        confidence = work.confidence_of(selection.winner)
+        if confidence is not None and confidence >= self._min_confidence:
+            return selection
+        told = "no confidence" if confidence is None else f"confidence {confidence:.2f}"
+        work.untrusted[selection.winner] = f"{told}, with min_confidence={self._min_confidence:.2f}"
+        if self._refine == "when_unsure" and self._standard is None and not work.deadline_hit:
+            return selection
+        return replace(selection, winner=None, reason=FallbackReason.LOW_CONFIDENCE)
 
     # ---------------------------------------------------------------- accept or fall back
 
@@ -313,19 +421,26 @@ class SpeculativeRAG(Engine):
         if winner.truncated:
             work.note(f"the answer may be cut off: draft {winner.index} reached the token limit")
         text, first_token, refined = selection.text or winner.answer, None, False
-        unsure = self._refine == "when_unsure" and is_unsure(selection, candidates)
+        unsure = self._refine == "when_unsure" and (
+            winner.index in work.untrusted
+            or (work.accepted is None and is_unsure(selection, candidates))
+        )
         if (self._refine == "always" or unsure) and not work.deadline_hit:
             text, first_token = await self._refined(work, winner, text, history)
             refined = first_token is not None
         else:
             work.emit(DeltaEvent(text=text))
         refined = refined or text != winner.answer
+        # What was measured is the draft's own answer.
+        confidence = work.confidence_of(winner.index) if text == winner.answer else None
         return Answer(
             text=text,
             rationale=winner.rationale,
             passages=winner.passages,
             citations=cited_numbers(f"{winner.rationale} {text}", len(winner.passages)),
             dissent=dissent_from(winner.answer, work.drafts, work.current_scores),
+            confidence=confidence,
+            confidence_kind=None if confidence is None else "calibrated",
             abstained=is_abstention(text),
             selection=selection,
             tier=work.tier,
@@ -460,13 +575,22 @@ class _Work:
     stages: dict[str, float] = field(default_factory=dict)
     verification: Verification | None = None
     """None where the selector reads no scores."""
+    gauge: Gauge | None = None
+    """None without a calibration."""
+    accept_confidence: float | None = None
+    accepted: Score | None = None
+    """The first score to reach it."""
+    enough: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set with `accepted`: nothing more need be awaited."""
+    untrusted: dict[int, str] = field(default_factory=dict)
+    """By draft, why it won and is not trusted."""
     deadline_hit: bool = False
 
-    def note(self, *texts: str) -> None:
+    def note(self, *texts: str, level: int = logging.INFO) -> None:
         """Keep what a reader of the trace must know, and log it once."""
         for text in texts:
             self.notes.append(text)
-            log.info("%s", text)
+            log.log(level, "%s", text)
 
     def add_draft(self, draft: Draft | FailedDraft) -> None:
         """Take a draft in as it lands."""
@@ -479,11 +603,22 @@ class _Work:
 
     def add_score(self, score: Score) -> None:
         """Take a score in as it lands."""
-        score = replace(score, arrived=self.clock.elapsed)
+        confidence = self.gauge.confidence(score) if self.gauge else None
+        score = replace(score, arrived=self.clock.elapsed, confidence=confidence)
         self.scores.append(score)
         if score.attempts:
             self.steps.append(_step("verify", "verifier", score.draft, score))
         self.emit(ScoreEvent(score=score))
+        if self.accepted is None and self._is_enough(score):
+            self.accepted = score
+            self.enough.set()
+
+    def _is_enough(self, score: Score) -> bool:
+        """Whether a draft is whole and as trustworthy as `accept_confidence` asks."""
+        if self.accept_confidence is None or score.confidence is None:
+            return False
+        whole = {draft.index for draft in self.usable_drafts if not draft.truncated}
+        return score.draft in whole and score.confidence >= self.accept_confidence
 
     @property
     def usable_drafts(self) -> list[Draft]:
@@ -503,20 +638,29 @@ class _Work:
     @property
     def current_scores(self) -> list[Score]:
         """The scores of the tier in use: scores of different tiers are never compared."""
-        return self.verification.current if self.verification else []
+        return [score for score in self.scores if score.tier == self.tier]
+
+    def confidence_of(self, index: int) -> float | None:
+        """P(correct) of a draft, where it is known."""
+        scores = {score.draft: score for score in self.current_scores}
+        return scores[index].confidence if index in scores else None
 
     @property
-    def cut_off(self) -> str:
-        """The drafts that a deadline now would leave unwritten and unscored, for a note."""
+    def unfinished(self) -> dict[str, list[int]]:
+        """The drafts that would be left unwritten and unscored now."""
         written = {draft.index for draft in self.drafts}
         scored = {score.draft for score in self.current_scores}
-        left = {
+        return {
             "not written": [s.index for s in self.partition.subsets if s.index not in written],
             "not scored": [d.index for d in self.usable_drafts if d.index not in scored],
         }
+
+    @property
+    def cut_off(self) -> str:
+        """The same, for the note on a deadline."""
         return "".join(
             f"; {what}: {', '.join(map(str, sorted(indices)))}"
-            for what, indices in left.items()
+            for what, indices in self.unfinished.items()
             if indices
         )
 
@@ -532,6 +676,8 @@ class _Work:
         for score in self.current_scores:
             if score.value is None:
                 lines[score.draft] = f"draft {score.draft}: not scored: {score.missing}"
+        for index, reason in self.untrusted.items():
+            lines[index] = f"draft {index}: {reason}"
         return [lines[index] for index in sorted(lines)]
 
     def trace(self, *, first_token: float, refinement: Refinement | None = None) -> Trace:
@@ -565,23 +711,45 @@ def _step(
     )
 
 
+def _scoring(
+    given: Scoring | None, calibration: Calibration | None, selector: Selector | None
+) -> Scoring:
+    """Return how drafts are scored: as given, else with the weights of the calibration.
+
+    Raises:
+        ConfigurationError: there are no scores that could be calibrated.
+    """
+    if calibration is None:
+        return given or Scoring()
+    if selector is not None and not selector.reads_scores:
+        raise ConfigurationError(
+            f"{type(selector).__name__} reads no scores, so that calibration= does nothing"
+        )
+    scoring = given or Scoring(weights=calibration.weights or None)
+    if scoring.tier in {"choice", "agreement"}:
+        raise ConfigurationError(
+            f"at tier={scoring.tier!r} no draft has a score of its own, so that calibration= does "
+            "nothing"
+        )
+    return scoring
+
+
 def _verifier(
-    model: ChatModel, scoring: Scoring | None, selector: Selector | None, *, comparable: bool
+    model: ChatModel, scoring: Scoring, selector: Selector | None, *, comparable: bool
 ) -> Verifier | None:
     """Return what scores the drafts; None for a selector that reads no scores.
 
     Raises:
         ConfigurationError: the scoring and the selector exclude each other.
     """
-    scoring = scoring or Scoring()
-    named = type(selector).__name__
+    name = type(selector).__name__
     if selector is not None and not selector.reads_scores:
         if scoring != Scoring():
-            raise ConfigurationError(f"{named} reads no scores, so that scoring= does nothing")
+            raise ConfigurationError(f"{name} reads no scores, so that scoring= does nothing")
         return None
     if selector is not None and scoring.tier in {"choice", "agreement"}:
         raise ConfigurationError(
-            f"tier={scoring.tier!r} brings its own selector; leave selector={named}(…) out, or "
+            f"tier={scoring.tier!r} brings its own selector; leave selector={name}(…) out, or "
             "take another tier"
         )
     tiers = all_tiers(scoring, comparable_drafts=comparable, own_selector=selector is None)

@@ -7,6 +7,8 @@ order of the paper's drafter (section 3, appendix G); every sentence here is our
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from string import ascii_uppercase
 
@@ -149,6 +151,21 @@ def refine_messages(
         draft_text(rationale, answer),
     )
     return _in_order((), history, prompt)
+
+
+def prompts_hash() -> str:
+    """Return a hash that changes with every word of every prompt."""
+    passages, drafts = [Passage(text="text", title="title")], [("rationale", "answer")]
+    turns = (
+        *draft_messages("question", passages),
+        *answer_messages("question", passages),
+        *check_messages("question", draft=draft_text(*drafts[0])),
+        *choice_messages("question", drafts),
+        *single_prompt_messages("question", drafts),
+        *refine_messages("question", passages, rationale="rationale", answer="answer"),
+    )
+    told = json.dumps([turn.to_dict() for turn in turns])
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def letters(count: int) -> tuple[str, ...]:

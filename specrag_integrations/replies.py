@@ -262,12 +262,16 @@ def read_capabilities(entries: list[Json], model: str | None) -> Capabilities:
     entry = entry or next(iter(entries), {})
     owners = {"vllm": "vllm", "llamacpp": "llama.cpp", "sglang": "sglang"}
     server = owners.get(str(entry.get("owned_by")))
-    context = entry.get("max_model_len") or mapping(entry.get("meta")).get("n_ctx")
+    meta = mapping(entry.get("meta"))
+    context = entry.get("max_model_len") or meta.get("n_ctx")
+    size = _whole(meta.get("size"))
+    weights = [str(meta.get("ftype") or ""), "" if size is None else f"{size} bytes"]
     return Capabilities(
         server=server,
         context_tokens=_whole(context),
         counts_tokens=server in {"vllm", "llama.cpp"},
         forces_text=server == "llama.cpp",
+        weights=", ".join(filter(None, weights)) or None,
     )
 
 

@@ -186,6 +186,8 @@ class Score:
     """The sum in nats, the number of tokens and the mean of the terms that stand for a text."""
     label_mass: float | None = None
     """How much probability Yes and No got together: low mass means a verifier off the question."""
+    confidence: float | None = None
+    """P(correct), in a pipeline with a calibration for this set-up."""
     missing: str | None = None
     """Why there is no value."""
     cannot: bool = False
@@ -208,6 +210,7 @@ class Score:
             "terms": dict(self.terms),
             "spans": {term: span.to_dict() for term, span in self.spans.items()},
             "label_mass": self.label_mass,
+            "confidence": self.confidence,
             "missing": self.missing,
             "seconds": self.seconds,
             "arrived": self.arrived,

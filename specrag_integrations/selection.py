@@ -36,6 +36,8 @@ class FallbackReason(StrEnum):
     DISAGREEMENT = "disagreement"
     """The verifier picked another answer when it was asked in another order, or as many drafts
     give one answer as another."""
+    LOW_CONFIDENCE = "low_confidence"
+    """The best draft's confidence is below `min_confidence`, or it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,6 +382,13 @@ async def select(pool: Pool, selector: Selector) -> Selection:
     if winner is None and selection.reason is None:
         selection = replace(selection, reason=FallbackReason.NO_USABLE_DRAFT)
     return replace(selection, selector=selection.selector or name)
+
+
+def accepted_first(candidates: Sequence[Candidate], winner: int) -> Selection:
+    """Return the selection of the draft that ended the work: the first at `accept_confidence`."""
+    others = [one for one in sorted(candidates, key=_rank) if one.draft.index != winner]
+    ranking = [winner, *(one.draft.index for one in others)]
+    return replace(_first_of(ranking), selector="accept_confidence")
 
 
 def nothing_usable() -> Selection:

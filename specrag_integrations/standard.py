@@ -172,7 +172,7 @@ class StandardRAG(Engine):
         )
         first_token: float | None = None
         reply: ChatReply | None = None
-        shown = _Shown(len(fitting))
+        shown = Shown(len(fitting))
         async for delta in self.model.stream(request, step=Step(kind=kind)):
             reply = delta.reply or reply
             text = delta.text
@@ -264,7 +264,7 @@ _UNDECIDED = re.compile(
 """The end of a text that may yet become a dead citation or a thinking block."""
 
 
-class _Shown:
+class Shown:
     """What a reader sees of a text that is still being written.
 
     Thinking and citations of passages that do not exist are left out, so the end of the text is

@@ -34,6 +34,13 @@ class Tasks:
         self._started.append(task)
         return task
 
+    async def until_first(self, *coroutines: Coroutine[Any, Any, object]) -> None:
+        """Run all until one ends, as the others do with the block; its exception is raised."""
+        tasks = [self.start(coroutine) for coroutine in coroutines]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
     async def all_of(self, coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
         """Run all; the first exception ends the wait and is raised as itself."""
         tasks = [self.start(coroutine) for coroutine in coroutines]

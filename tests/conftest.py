@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,6 +34,17 @@ def scripted() -> Iterator[Callable[..., ScriptedServer]]:
 def server(scripted: Callable[..., ScriptedServer]) -> ScriptedServer:
     """Return a running server with the default responder."""
     return scripted()
+
+
+@pytest.fixture(scope="session")
+def ragas() -> Any:
+    """Return the library; the test is skipped where it is not installed, or cannot be imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return importlib.import_module("ragas.metrics.collections")
+        except ImportError as error:
+            pytest.skip(f"needs the environment that `make test-ragas` makes ({error})")
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import pytest
 from specrag_integrations import NoAnswerError, NoAnswerReason, SpecRAGError, errors
 
 TREE = {
+    "CacheError": ("SpecRAGError",),
     "ConfigurationError": ("SpecRAGError", "ValueError"),
     "ContextTooSmallError": ("EndpointRejectedError",),
     "DraftFormatError": ("SpecRAGError",),
@@ -17,6 +18,7 @@ TREE = {
     "EndpointRejectedError": ("EndpointError",),
     "EndpointTimeoutError": ("EndpointError",),
     "EndpointUnavailableError": ("EndpointError",),
+    "EvaluationError": ("SpecRAGError",),
     "InputError": ("SpecRAGError", "ValueError"),
     "LogprobsUnavailableError": ("EndpointError",),
     "MalformedReplyError": ("EndpointError",),
@@ -93,6 +95,7 @@ def test_no_answer_keeps_its_reason_and_the_failures():
         "no_passages",
         "no_usable_draft",
         "disagreement",
+        "low_confidence",
         "fallback_failed",
         "deadline",
     }

@@ -359,6 +359,20 @@ def test_capabilities_are_those_of_the_named_model():
     assert read_capabilities([], "a").server is None
 
 
+@pytest.mark.parametrize(
+    ("meta", "weights"),
+    [
+        ({"ftype": "Q4_1", "size": 96576768}, "Q4_1, 96576768 bytes"),
+        ({"ftype": "Q4_1"}, "Q4_1"),
+        ({"ftype": None, "size": 9}, "9 bytes"),
+        ({"n_ctx": 20}, None),
+    ],
+)
+def test_a_server_may_tell_its_quantisation(meta, weights):
+    """llama.cpp does, with the size of the file."""
+    assert read_capabilities([{"id": "a", "meta": meta}], "a").weights == weights
+
+
 # ---------------------------------------------------------------- anything at all
 
 SCALARS = st.one_of(

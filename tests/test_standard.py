@@ -18,7 +18,7 @@ from specrag_integrations import (
     StandardRAG,
 )
 from specrag_integrations.models import Capabilities, ChatDelta, ChatReply, user
-from specrag_integrations.standard import _Shown
+from specrag_integrations.standard import Shown
 
 Scripted = Callable[..., ScriptedServer]
 
@@ -150,7 +150,7 @@ def test_the_pieces_of_a_stream_are_the_text(scripted: Scripted, written: str, r
 )
 def test_the_pieces_are_the_text_wherever_they_are_cut(written: str, size: int) -> None:
     """However a server cuts its stream, the pieces shown together are the final text."""
-    shown = _Shown(8)
+    shown = Shown(8)
     pieces = [written[start : start + size] for start in range(0, len(written), size)]
 
     told = [shown.add(piece, ended=False) for piece in pieces]

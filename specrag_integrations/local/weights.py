@@ -114,6 +114,17 @@ def resolve(
     return Path(name_or_path).expanduser()
 
 
+def hash_of(name_or_path: StrPath, *, registry: StrPath | None = None) -> str:
+    """Return the SHA-256 of known weights, or of any GGUF file.
+
+    Raises:
+        WeightsError: neither a known name nor a GGUF file.
+    """
+    if is_known(name_or_path, registry=registry):
+        return find(os.fspath(name_or_path), registry=registry).sha256
+    return sha256_of(Path(name_or_path).expanduser())
+
+
 def is_known(name_or_path: StrPath, *, registry: StrPath | None = None) -> bool:
     """Return True for a known name and False for the path of a GGUF file; fetch nothing.
 

@@ -107,7 +107,8 @@ def killed(mutant: Mutant) -> tuple[bool, str]:
 
 def unchanged_passes(mutants: Sequence[Mutant]) -> bool:
     """See that the tests pass on an unchanged copy, and that it is the copy they read."""
-    tests = sorted({name.partition("::")[0] for one in mutants for name in one.tests.split()})
+    names = {name for one in mutants for name in one.tests.split()}
+    tests = sorted(name for name in names if name.partition("::")[0] not in names - {name})
     with tempfile.TemporaryDirectory() as folder:
         place = copied(Path(folder))
         show = f"import {PACKAGE}; print({PACKAGE}.__file__)"

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from specrag_integrations import (
     Answer,
     AnswerVote,
+    Calibration,
     ChatModel,
     Draft,
     Endpoint,
@@ -65,6 +66,14 @@ async def use() -> None:
     SpeculativeRAG(drafter=endpoint, verifier=endpoint, embedder=embed_later, fallback=None)
     for selector in SELECTORS:
         SpeculativeRAG(drafter=endpoint, verifier=endpoint, selector=selector, refine="when_unsure")
+    calibration = Calibration.load("calibration.json")
+    SpeculativeRAG(
+        drafter=endpoint,
+        verifier=endpoint,
+        calibration=calibration,
+        min_confidence=calibration.min_confidence,
+        accept_confidence=calibration.accept_confidence,
+    )
     verifier = Verifier(endpoint, scoring=Scoring(formula="paper", order="answer_first"))
     scores: list[Score] = verifier.score("question", [Draft(rationale="because", answer="this")])
     answer: Answer = rag.ask("question", [Passage(text="text"), "text"], history=[])

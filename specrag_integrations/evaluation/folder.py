@@ -1,0 +1,273 @@
+"""The folder of a run: who was asked, every outcome as it came, and what is made of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any, Self
+
+from specrag_integrations.errors import ConfigurationError, InputError
+from specrag_integrations.evaluation.judging import judgement_line, read_judgements
+from specrag_integrations.evaluation.machine import commit, machine
+from specrag_integrations.evaluation.outcomes import (
+    HALF_CHARACTERS,
+    Outcome,
+    line_of,
+    read_lines,
+    read_outcomes,
+)
+from specrag_integrations.evaluation.questions import Question
+from specrag_integrations.evaluation.ragas import Judgement
+from specrag_integrations.evaluation.report import check_template, report_html
+from specrag_integrations.evaluation.runs import Key
+from specrag_integrations.evaluation.summary import Prices, compared, summarised
+from specrag_integrations.evaluation.systems import System
+from specrag_integrations.models import Message
+from specrag_integrations.passages import Passage
+
+QUESTIONS = "questions.jsonl"
+OUTCOMES = "outcomes.jsonl"
+JUDGEMENTS = "judgements.jsonl"
+SUMMARY = "summary.json"
+REPORT = "report.html"
+_MANIFEST = "run.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What the outcomes of a run have in common; a run can only go on with the same."""
+
+    models: Mapping[str, Mapping[str, Any]]
+    """By role: name, identity, and what the server says of itself."""
+    prompts: str
+    """The hash of all prompts."""
+    seed: int
+    made: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    command: str = ""
+    version: str = field(default_factory=lambda: version("specrag-integrations"))
+    commit: str | None = field(default_factory=commit)
+    machine: Mapping[str, Any] = field(default_factory=machine)
+    judge: Mapping[str, Any] | None = None
+    """Who judged the answers, told like the models; a run can be judged later."""
+
+    def differences(self, other: Manifest) -> list[str]:
+        """Say what of two runs cannot be compared."""
+        found = [
+            f"{role}: {self.models[role]['name']} there, {other.models[role]['name']} now"
+            for role in self.models
+            if self.models[role]["identity"] != other.models.get(role, {}).get("identity")
+        ]
+        if self.prompts != other.prompts:
+            found.append("the prompts have changed")
+        return found
+
+
+class RunFolder:
+    """A folder that holds one run, and takes it up again where it was.
+
+    Args:
+        path: The folder, made where it is missing; None keeps the run in memory alone.
+        manifest: This run's; None to read what there is.
+
+    Raises:
+        ConfigurationError: the folder holds a run of other models or prompts.
+        InputError: it holds something else, or nothing where there should be a run.
+        MissingDependencyError: jinja2, which its report needs, is not installed.
+        OSError: it cannot be read or written.
+    """
+
+    def __init__(self, path: Path | None, manifest: Manifest | None = None) -> None:
+        self.path = path
+        self.outcomes: list[Outcome] = []
+        self.judgements: dict[Key, Judgement] = {}
+        self.questions: list[Question] = []
+        self._files: dict[str, IO[str]] = {}
+        if path is None:
+            assert manifest is not None  # noqa: S101 - else there is nothing to read
+            self.manifest = manifest
+            return
+        check_template()
+        found = self._manifest(path)
+        if manifest is None and found is None:
+            raise InputError(f"{path}: holds no run of specrag eval; run it with --out {path}")
+        if manifest is not None and found is not None and (told := found.differences(manifest)):
+            raise ConfigurationError(
+                f"{path} holds a run of something else ({'; '.join(told)}); name another --out"
+            )
+        kept = found or manifest
+        assert kept is not None  # noqa: S101 - one of the two is there
+        self.manifest = kept
+        if found is None:
+            path.mkdir(parents=True, exist_ok=True)
+            self._write_manifest()
+        if (path / OUTCOMES).exists():
+            self.outcomes = read_outcomes(path / OUTCOMES)
+        if (path / JUDGEMENTS).exists():
+            self.judgements = read_judgements(path / JUDGEMENTS)
+        self.questions = _read_questions(path / QUESTIONS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for file in self._files.values():
+            # What could not be written is still in its buffer, and fails once more.
+            with suppress(OSError) if kind else nullcontext():
+                file.close()
+
+    def add_questions(self, questions: Sequence[Question]) -> None:
+        """Add the questions of a run, so that its report can be remade from the folder alone.
+
+        Raises:
+            ConfigurationError: the folder has outcomes of a question that reads otherwise now.
+        """
+        known = {(one.dataset, one.id): one for one in self.questions}
+        for one in questions:
+            before = known.setdefault((one.dataset, one.id), one)
+            if _line(before) != _line(one):
+                raise ConfigurationError(
+                    f"{self.path}: the question {one.id!r} of {one.dataset} is another one now; "
+                    "name another --out"
+                )
+        if len(known) == len(self.questions):
+            return
+        self.questions = list(known.values())
+        self.write(QUESTIONS, "".join(_line(one) for one in self.questions))
+
+    def add_judge(self, judge: Mapping[str, Any]) -> None:
+        """Say who judges the answers of this run from now on.
+
+        Args:
+            judge: Its name, its identity, and what its server says of itself.
+
+        Raises:
+            ConfigurationError: the folder has judgements of another one.
+        """
+        before = self.manifest.judge
+        if before is None or not self.judgements:
+            self.manifest = replace(self.manifest, judge=judge)
+            self._write_manifest()
+        elif before["identity"] != judge["identity"]:
+            raise ConfigurationError(
+                f"{self.path} holds judgements of {before['name']}, and the judge is "
+                f"{judge['name']} now; delete {JUDGEMENTS} there, or name another --out"
+            )
+
+    @property
+    def report(self) -> Path | None:
+        """Where the report lies."""
+        return self.path / REPORT if self.path is not None else None
+
+    def summarise(
+        self,
+        questions: Sequence[Question],
+        systems: Sequence[System],
+        *,
+        prices: Prices | None = None,
+    ) -> dict[str, Any]:
+        """Return the figures of the run, and write them and their report into the folder.
+
+        Raises:
+            MissingDependencyError: the report needs jinja2.
+            OSError: a file cannot be written.
+        """
+        run = compared(questions, systems, self.outcomes, self.judgements)
+        summary = {**asdict(self.manifest), **summarised(run, prices=prices)}
+        if self.path is not None:
+            self.write(SUMMARY, json.dumps(summary, ensure_ascii=False, indent=2))
+            self.write(REPORT, report_html(summary))
+        return summary
+
+    def keep(self, outcome: Outcome) -> None:
+        """Add an outcome; it is on the disk when this returns.
+
+        Raises:
+            OSError: it cannot be written; what was kept before is still there.
+        """
+        self._append(OUTCOMES, line_of(outcome))
+        self.outcomes.append(outcome)
+
+    def keep_judgement(self, key: Key, judgement: Judgement) -> None:
+        """Add the judgement of an outcome; it is on the disk when this returns.
+
+        Raises:
+            OSError: it cannot be written; what was kept before is still there.
+        """
+        self._append(JUDGEMENTS, judgement_line(key, judgement))
+        self.judgements[key] = judgement
+
+    def write(self, name: str, text: str) -> None:
+        """Write one of the folder's files anew; an old one stays until the new one is whole."""
+        if self.path is not None:
+            draft = self.path / f".{name}.new"
+            draft.write_text(text, encoding="utf-8", errors=HALF_CHARACTERS)
+            draft.replace(self.path / name)
+
+    def _append(self, name: str, line: str) -> None:
+        if self.path is None:
+            return
+        if name not in self._files:
+            _cut_unfinished_line(self.path / name)
+            self._files[name] = (self.path / name).open(
+                "a", encoding="utf-8", errors=HALF_CHARACTERS
+            )
+        file = self._files[name]
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+
+    def _write_manifest(self) -> None:
+        self.write(_MANIFEST, json.dumps(asdict(self.manifest), indent=2))
+
+    def _manifest(self, folder: Path) -> Manifest | None:
+        path = folder / _MANIFEST
+        if not path.exists():
+            if (folder / OUTCOMES).exists():
+                raise InputError(f"{folder}: holds {OUTCOMES} without {_MANIFEST}")
+            return None
+        try:
+            return Manifest(**json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise InputError(f"{path}: not the manifest of a run ({error})") from None
+
+
+def _line(question: Question) -> str:
+    fields = asdict(question)
+    fields["passages"] = [passage.to_dict() for passage in question.passages]
+    fields["gold"] = None if question.gold is None else sorted(question.gold)
+    return json.dumps(fields, ensure_ascii=False) + "\n"
+
+
+def _read_questions(path: Path) -> list[Question]:
+    if not path.exists():
+        return []
+    return read_lines(path, _question, "a question")
+
+
+def _question(fields: dict[str, Any]) -> Question:
+    gold = fields["gold"]
+    return Question(
+        **{
+            **fields,
+            "answers": tuple(fields["answers"]),
+            "labels": tuple(fields["labels"]),
+            "passages": tuple(Passage(**passage) for passage in fields["passages"]),
+            "gold": None if gold is None else frozenset(gold),
+            "history": tuple(Message(**turn) for turn in fields["history"]),
+        }
+    )
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    """Remove the end of a line that a stopped run has left, so that the next one starts anew."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        data = file.read()
+        file.truncate(data.rfind(b"\n") + 1)

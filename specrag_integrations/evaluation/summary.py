@@ -1,0 +1,534 @@
+"""The summary of a run: every figure of the report, each with its interval and its count."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from specrag_integrations.evaluation.intervals import (
+    Difference,
+    Interval,
+    PoolRights,
+    calibration_measures,
+    mean_interval,
+    paired_difference,
+    percentile,
+    ratio_interval,
+    reliability,
+    risk_coverage,
+    selection_efficiency,
+    share_interval,
+)
+from specrag_integrations.evaluation.metrics import majority
+from specrag_integrations.evaluation.outcomes import DraftOutcome, Outcome, Tokens
+from specrag_integrations.evaluation.questions import Question
+from specrag_integrations.evaluation.ragas import Judgement
+from specrag_integrations.evaluation.runs import Key
+from specrag_integrations.evaluation.systems import System
+from specrag_integrations.usage import ModelRole, Price
+
+Json = dict[str, Any]
+BASELINE = "standard"
+MARGIN = 0.03
+"""As good as standard RAG: no more than 3 points below it, as far as the interval tells."""
+_SHOWN_FAILURES = 30
+_JUDGED = ("faithfulness", "factual_correctness")
+_CURVE_QUESTIONS = 10
+"""Fewer questions with a confidence draw no curve."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HourPrice:
+    """What an hour of the hardware costs that a model runs on."""
+
+    hour: float
+
+
+Prices = Mapping[ModelRole, Price | HourPrice]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """The outcomes of a run by system, over the questions that all systems have answered."""
+
+    questions: Sequence[Question]
+    systems: Sequence[System]
+    by_system: Mapping[str, Mapping[tuple[str, str], Outcome]]
+    judgements: Mapping[Key, Judgement] = field(default_factory=dict)
+
+    def of(self, system: str) -> list[Outcome]:
+        """Return a system's outcomes in the order of the questions."""
+        found = self.by_system[system]
+        return [found[one.dataset, one.id] for one in self.questions]
+
+
+def compared(
+    questions: Sequence[Question],
+    systems: Sequence[System],
+    outcomes: Iterable[Outcome],
+    judgements: Mapping[Key, Judgement] | None = None,
+) -> Compared:
+    """Keep the questions that every system has answered: only those can be compared."""
+    by_system: dict[str, dict[tuple[str, str], Outcome]] = {one.name: {} for one in systems}
+    for outcome in outcomes:
+        if outcome.system in by_system:
+            by_system[outcome.system][outcome.dataset, outcome.id] = outcome
+    answered = [
+        one
+        for one in questions
+        if all((one.dataset, one.id) in found for found in by_system.values())
+    ]
+    return Compared(
+        questions=answered, systems=systems, by_system=by_system, judgements=judgements or {}
+    )
+
+
+def summarised(run: Compared, *, prices: Prices | None = None) -> Json:
+    """Return the figures of a run as JSON-able values; see docs/evaluation.md for each."""
+    rows = [_system(run, system, prices) for system in run.systems]
+    found = {
+        "datasets": _datasets(run.questions),
+        "systems": rows,
+        "selection": [
+            line for system in run.systems if system.drafts for line in _selections(run, system)
+        ],
+        "risk_coverage": _curves(run, risk_curve),
+        "reliability": _curves(run, _reliability),
+        "sweeps": {name: _sweep(name, rows) for name in ("m", "k")},
+        "failures": _failures(run),
+    }
+    found["recommendation"] = recommendation(found)
+    return found
+
+
+# -------------------------------------------------------------------- systems
+
+
+def _system(run: Compared, system: System, prices: Prices | None) -> Json:
+    outcomes = run.of(system.name)
+    judged = [one for one in outcomes if one.grades and one.grades.right is not None]
+    timed = [one for one in outcomes if one.seconds is not None]
+    graded = [one.grades for one in outcomes if one.grades]
+    cited = [g.citation_precision for g in graded if g.citation_precision is not None]
+    return {
+        "name": system.name,
+        "description": system.description,
+        "questions": len(outcomes),
+        "errors": sum(one.error is not None for one in outcomes),
+        "accuracy": _dict(_share(one.right for one in judged)),
+        "exact": _dict(_share(grades.exact for grades in graded)),
+        "f1": _dict(mean_interval([grades.f1 for grades in graded])),
+        "words": fmean([grades.words for grades in graded]) if graded else None,
+        "abstained": fmean([one.abstained for one in outcomes]) if outcomes else None,
+        "fallback": fmean([one.fallback is not None for one in outcomes])
+        if outcomes and system.drafts
+        else None,
+        "citation_precision": _dict(mean_interval(cited)),
+        **{
+            name: _dict(mean_interval(list(_judged(run, system.name, name).values())))
+            for name in _JUDGED
+        },
+        "first_token": _percentiles([one.first_token for one in timed]),
+        "total": _percentiles([one.seconds for one in timed]),
+        "stages": _stages(timed),
+        "tokens": {
+            "drafter": _tokens([one.drafter for one in outcomes]),
+            "verifier": _tokens([one.verifier for one in outcomes]),
+        },
+        "decoded_by_drafter": _decoded_by_drafter(outcomes) if system.drafts else None,
+        "cost": _cost(outcomes, prices),
+        "against_standard": _against_standard(run, system),
+        "by_dataset": [
+            _on(run, system, name) for name in dict.fromkeys(one.dataset for one in run.questions)
+        ],
+    }
+
+
+def _against_standard(run: Compared, system: System) -> Json | None:
+    if system.name == BASELINE or BASELINE not in run.by_system:
+        return None
+    pairs = list(zip(run.of(system.name), run.of(BASELINE), strict=True))
+    difference = _difference(pairs)
+    timed = [(ours.seconds, theirs.seconds) for ours, theirs in pairs]
+    both = [(a, b) for a, b in timed if a and b]
+    ours, theirs = (
+        (
+            sum(one.verifier.prompt + one.verifier.completion for one in side)
+            for side in zip(*pairs, strict=True)
+        )
+        if pairs
+        else (0, 0)
+    )
+    return {
+        "difference": _dict(difference.interval) if difference else None,
+        "wins": difference.wins if difference else 0,
+        "losses": difference.losses if difference else 0,
+        "ties": difference.ties if difference else 0,
+        "p": difference.p if difference else None,
+        "verdict": difference.verdict(MARGIN) if difference else None,
+        "questions_needed": difference.questions_needed(MARGIN) if difference else None,
+        "speedup": _dict(ratio_interval([b for _, b in both], [a for a, _ in both])),
+        "verifier_tokens": ours / theirs if theirs else None,
+        **{name: _judged_difference(run, system, name) for name in _JUDGED},
+    }
+
+
+def _difference(pairs: Sequence[tuple[Outcome, Outcome]]) -> Difference | None:
+    judged = [(a, b) for a, b in pairs if b.grades and b.grades.right is not None]
+    if not judged:
+        return None
+    return paired_difference([a.right for a, _ in judged], [b.right for _, b in judged])
+
+
+def _judged(run: Compared, system: str, name: str) -> dict[tuple[str, str], float]:
+    """Return what the judge gave each of a system's answers, where it gave a number."""
+    found = {}
+    for outcome in run.of(system):
+        judgement = run.judgements.get(outcome.key)
+        value: float | None = getattr(judgement, name) if judgement else None
+        if value is not None:
+            found[outcome.dataset, outcome.id] = value
+    return found
+
+
+def _judged_difference(run: Compared, system: System, name: str) -> Json | None:
+    """Return the difference to standard RAG over the questions where both answers have a number."""
+    ours, theirs = _judged(run, system.name, name), _judged(run, BASELINE, name)
+    both = [question for question in ours if question in theirs]
+    found = paired_difference([ours[one] for one in both], [theirs[one] for one in both])
+    return _dict(found.interval) if found else None
+
+
+def _on(run: Compared, system: System, dataset: str) -> Json:
+    outcomes = [one for one in run.of(system.name) if one.dataset == dataset]
+    judged = [one for one in outcomes if one.grades and one.grades.right is not None]
+    difference = None
+    if system.name != BASELINE and BASELINE in run.by_system:
+        theirs = [one for one in run.of(BASELINE) if one.dataset == dataset]
+        difference = _difference(list(zip(outcomes, theirs, strict=True)))
+    return {
+        "dataset": dataset,
+        "accuracy": _dict(_share(one.right for one in judged)),
+        "difference": _dict(difference.interval) if difference else None,
+    }
+
+
+def _stages(timed: Sequence[Outcome]) -> dict[str, float]:
+    names = dict.fromkeys(stage for one in timed for stage in one.stages)
+    return {name: sum(one.stages.get(name, 0.0) for one in timed) / len(timed) for name in names}
+
+
+def _tokens(found: Sequence[Tokens]) -> dict[str, float]:
+    """Return a role's tokens for a question, on average."""
+    if not found:
+        return {"prompt": 0.0, "completion": 0.0}
+    return {
+        "prompt": fmean([one.prompt for one in found]),
+        "completion": fmean([one.completion for one in found]),
+    }
+
+
+def _decoded_by_drafter(outcomes: Sequence[Outcome]) -> float | None:
+    ours = sum(one.drafter.completion for one in outcomes)
+    total = ours + sum(one.verifier.completion for one in outcomes)
+    return ours / total if total else None
+
+
+def _cost(outcomes: Sequence[Outcome], prices: Prices | None) -> Json | None:
+    """Return what a thousand questions cost; None where a price or a time is lacking."""
+    if not prices or not outcomes:
+        return None
+    costs = [
+        _priced(one.drafter, prices.get("drafter")) + _priced(one.verifier, prices.get("verifier"))
+        for one in outcomes
+    ]
+    known = [cost for cost in costs if not math.isnan(cost)]
+    if not known:
+        return None
+    return {"value": 1000 * fmean(known), "per": 1000, "n": len(known)}
+
+
+def _priced(tokens: Tokens, price: Price | HourPrice | None) -> float:
+    """Return what a role cost; NaN where that is not known."""
+    if not tokens.prompt and not tokens.completion:
+        return 0.0
+    if isinstance(price, Price):
+        return (tokens.prompt * price.input + tokens.completion * price.output) / 1e6
+    if price is None or tokens.busy is None:
+        return math.nan
+    return tokens.busy * price.hour / 3600
+
+
+# -------------------------------------------------------------------- drafts
+
+
+def _selections(run: Compared, system: System) -> list[Json]:
+    """Return how well the right draft was found, in sets of labels and in the others."""
+    kinds = {(one.dataset, one.id): one.kind for one in run.questions}
+    lines = []
+    for labels in (False, True):
+        outcomes = [
+            one
+            for one in run.of(system.name)
+            if (kinds[one.dataset, one.id] == "label") == labels
+            and kinds[one.dataset, one.id] != "long"
+            and one.grades
+        ]
+        pools = [pool_of(one) for one in outcomes if one.drafts]
+        if not pools:
+            continue
+        found = selection_efficiency(pools)
+        usable = [pool for pool in pools if pool.rights]
+        lines.append(
+            {
+                "system": system.name,
+                "labels": labels,
+                "questions": len(pools),
+                "contested": sum(0 < sum(pool.rights) < len(pool.rights) for pool in pools),
+                "mean": sum(fmean(pool.rights) for pool in usable) / len(pools),
+                "selected": sum(bool(pool.selected) for pool in pools) / len(pools),
+                "oracle": sum(any(pool.rights) for pool in pools) / len(pools),
+                "efficiency": _dict(found.interval) if found else None,
+            }
+        )
+    return lines
+
+
+def pool_of(outcome: Outcome) -> PoolRights:
+    """Return which of a question's usable drafts are right, and whether the selected one is."""
+    usable = [draft for draft in outcome.drafts if draft.usable]
+    chosen = [draft.right for draft in usable if draft.index == outcome.winner]
+    return PoolRights(
+        rights=tuple(draft.right for draft in usable), selected=chosen[0] if chosen else None
+    )
+
+
+def _curves(run: Compared, curve: Callable[[Sequence[Outcome]], Json | None]) -> list[Json]:
+    curves = []
+    for system in run.systems:
+        known = [
+            one
+            for one in run.of(system.name)
+            if one.confidence is not None and one.grades and one.grades.right is not None
+        ]
+        if len(known) >= _CURVE_QUESTIONS and (found := curve(known)) is not None:
+            curves.append({"system": system.name, **found})
+    return curves
+
+
+def risk_curve(known: Sequence[Outcome]) -> Json:
+    """Return the share of wrong answers among the most confident ones, for every coverage."""
+    points = risk_coverage([one.confidence or 0.0 for one in known], [one.right for one in known])
+    return {"points": [{"coverage": point.coverage, "risk": point.risk} for point in points]}
+
+
+def _reliability(known: Sequence[Outcome]) -> Json | None:
+    confidences, rights = [one.confidence or 0.0 for one in known], [one.right for one in known]
+    measures = calibration_measures(confidences, rights)
+    if measures is None:
+        return None
+    return {
+        "bins": [
+            {
+                "confidence": one.confidence,
+                "right": one.right.value,
+                "low": one.right.low,
+                "high": one.right.high,
+                "n": one.right.n,
+            }
+            for one in reliability(confidences, rights)
+        ],
+        "brier": measures.brier,
+        "ece": measures.ece,
+    }
+
+
+_SWEPT = re.compile(r"speculative(?:\+[mk]\d+)*\Z")
+
+
+def _sweep(parameter: str, rows: Sequence[Json]) -> list[Json]:
+    """Return the systems that differ in one number only."""
+    points = []
+    for row in rows:
+        numbers = dict(re.findall(r"\+([mk])(\d+)", row["name"]))
+        if _SWEPT.match(row["name"]) and set(numbers) == {parameter}:
+            seconds = row["total"]["p50"] if row["total"] else None
+            points.append(
+                {
+                    "value": int(numbers[parameter]),
+                    "system": row["name"],
+                    "accuracy": row["accuracy"],
+                    "seconds": seconds,
+                }
+            )
+    return sorted(points, key=lambda point: point["value"])
+
+
+# -------------------------------------------------------------------- failures
+
+
+def _failures(run: Compared) -> list[Json]:
+    """Return the questions worth reading, those first of which most can be learnt."""
+    ours = next((one.name for one in run.systems if one.drafts), None)
+    if ours is None:
+        return []
+    baseline = run.by_system.get(BASELINE, {})
+    found = []
+    for question in run.questions:
+        key = question.dataset, question.id
+        outcome = run.by_system[ours][key]
+        why = _why(outcome, baseline.get(key))
+        if why is not None:
+            found.append((why, question, outcome))
+    found.sort(key=lambda item: _WHYS.index(item[0]))
+    kept = [item for why in _WHYS for item in found if item[0] == why]
+    return [
+        {
+            "dataset": question.dataset,
+            "id": question.id,
+            "question": question.question,
+            "answers": list(question.answers),
+            "why": why,
+            "answered": [
+                {
+                    "system": system.name,
+                    "text": (one := run.by_system[system.name][question.dataset, question.id]).text,
+                    "right": one.right,
+                }
+                for system in run.systems
+            ],
+            "drafts": [_shown(draft, outcome) for draft in outcome.drafts],
+        }
+        for why, question, outcome in kept[:_SHOWN_FAILURES]
+    ]
+
+
+_SURE = 0.8
+_WHYS = (
+    "sure, and wrong",
+    "a right draft was there, and another was selected",
+    "no draft was right, and standard RAG was",
+    "the drafts were right, and were not trusted",
+)
+
+
+def _why(outcome: Outcome, standard: Outcome | None) -> str | None:
+    if outcome.grades is None or outcome.grades.right is None:
+        return None
+    some_right = any(draft.right and draft.usable for draft in outcome.drafts)
+    if not outcome.right and (outcome.confidence or 0.0) >= _SURE:
+        return _WHYS[0]
+    if not outcome.right and some_right:
+        return _WHYS[3] if outcome.fallback else _WHYS[1]
+    if not some_right and standard is not None and standard.right:
+        return _WHYS[2]
+    return None
+
+
+def _shown(draft: DraftOutcome, outcome: Outcome) -> Json:
+    return {
+        "index": draft.index,
+        "answer": draft.answer if draft.usable else draft.answer or "(failed)",
+        "ranks": list(draft.ranks),
+        "value": draft.value,
+        "right": draft.right,
+        "selected": draft.index == outcome.winner,
+    }
+
+
+# -------------------------------------------------------------------- recommendation
+
+
+def recommendation(summary: Json) -> str:
+    """Return what to do, in a sentence with its interval; or that standard RAG does it as well."""
+    rows = {row["name"]: row for row in summary["systems"]}
+    if BASELINE not in rows:
+        return f"No recommendation: {BASELINE} is not among the systems, so nothing is compared."
+    ours = [row for row in summary["systems"] if row["name"].startswith("speculative")]
+    ours = [row for row in ours if row["against_standard"]["difference"]]
+    if not ours:
+        return "No recommendation: no form of Speculative RAG has been judged beside standard RAG."
+    best = max(ours, key=_merit)
+    among = "" if len(ours) == 1 else f" It is the best of {len(ours)}: confirm it on others."
+    return f"{_advice(best)}{among}"
+
+
+def _advice(row: Json) -> str:
+    name, against = row["name"], row["against_standard"]
+    number, speed = against["difference"]["n"], against["speedup"]
+    told = f"{name} {_points(against['difference'])} against standard RAG on {number} questions"
+    told += f", {_times(speed)} as fast" if speed else ", without uncached timings"
+    faster = speed is not None and speed["low"] > 1
+    if against["verdict"] == "better":
+        return f"Use {name}: {told}."
+    if against["verdict"] == "worse":
+        return f"Standard RAG is better here; use it: {told}."
+    if against["verdict"] == "inconclusive":
+        wanted = against["questions_needed"]
+        advice = "" if faster else " Until then use standard RAG."
+        return f"Inconclusive: {told}; about {wanted:,} questions would settle it.{advice}"
+    if faster:
+        return f"Use {name}: as good and faster: {told}."
+    if speed is None:
+        return f"As good, and nobody knows how fast: {told}; time it with --fresh."
+    return f"Standard RAG is as good here; use it: {told}."
+
+
+def _merit(row: Json) -> tuple[bool, bool, float]:
+    """Order systems: as good as standard RAG first, of these the faster ones, then the best."""
+    against = row["against_standard"]
+    faster = against["speedup"] is not None and against["speedup"]["low"] > 1
+    good = against["verdict"] in {"better", "as_good"}
+    return good, good and faster, against["difference"]["value"]
+
+
+def _points(interval: Json) -> str:
+    low, high = 100 * interval["low"], 100 * interval["high"]
+    return f"{100 * interval['value']:+.1f} points (95 %: {low:+.1f} to {high:+.1f})"
+
+
+def _times(interval: Json) -> str:
+    if interval["high"] is None:
+        return f"{interval['value']:.2f} times (too few questions for an interval)"
+    return f"{interval['value']:.2f} times ({interval['low']:.2f} to {interval['high']:.2f})"
+
+
+# -------------------------------------------------------------------- small things
+
+
+def _datasets(questions: Sequence[Question]) -> list[Json]:
+    found = []
+    for name in dict.fromkeys(one.dataset for one in questions):
+        own = [one for one in questions if one.dataset == name]
+        label = majority(own) if own[0].kind == "label" else None
+        found.append(
+            {
+                "name": name,
+                "kind": own[0].kind,
+                "questions": len(own),
+                "passages": fmean([len(one.passages) for one in own]),
+                "unanswerable": sum(not one.answerable for one in own),
+                "majority": {"label": label[0], "share": label[1]} if label else None,
+            }
+        )
+    return found
+
+
+def _share(found: Iterable[bool]) -> Interval | None:
+    values = list(found)
+    return share_interval(sum(values), len(values)) if values else None
+
+
+def _percentiles(values: Sequence[float | None]) -> Json | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return {"p50": percentile(known, 50), "p95": percentile(known, 95), "n": len(known)}
+
+
+def _dict(interval: Interval | None) -> dict[str, float] | None:
+    return None if interval is None else interval.to_dict()

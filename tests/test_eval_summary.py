@@ -1,0 +1,496 @@
+"""The summary of a run, its recommendation, and the folder it is kept in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specrag_integrations import ConfigurationError, InputError, Passage, Price
+from specrag_integrations.evaluation.folder import Manifest, RunFolder
+from specrag_integrations.evaluation.outcomes import (
+    DraftOutcome,
+    Grades,
+    Outcome,
+    Tokens,
+    read_outcomes,
+    write_outcomes,
+)
+from specrag_integrations.evaluation.questions import Question
+from specrag_integrations.evaluation.summary import HourPrice, compared, summarised
+from specrag_integrations.evaluation.systems import parse_systems
+
+Json = dict[str, Any]
+MODELS = {
+    role: {"name": f"{role}-model", "identity": role, "server": "llama.cpp b1", "where": "here"}
+    for role in ("drafter", "verifier")
+}
+
+
+def question(number: int, **fields: Any) -> Question:
+    return Question(
+        **{
+            "id": f"q{number}",
+            "dataset": "rivers",
+            "question": f"Which river is number {number}?",
+            "answers": ("river 0",),
+            "passages": (Passage(text="A fact.", id="p0"), Passage(text="Another.", id="p1")),
+            **fields,
+        }
+    )
+
+
+def grades(right: bool | None) -> Grades:
+    return Grades(right=right, contained=bool(right), exact=False, f1=float(bool(right)), words=2)
+
+
+def drafts(rights: Sequence[bool]) -> tuple[DraftOutcome, ...]:
+    return tuple(
+        DraftOutcome(index=index, ranks=(index,), answer=f"answer {index}", right=right)
+        for index, right in enumerate(rights)
+    )
+
+
+def outcome(system: str, number: int, right: bool | None, **fields: Any) -> Outcome:
+    return Outcome(
+        **{
+            "dataset": "rivers",
+            "id": f"q{number}",
+            "system": system,
+            "grades": grades(right),
+            "seconds": 2.0,
+            "first_token": 1.0,
+            **fields,
+        }
+    )
+
+
+def summary_of(outcomes: Sequence[Outcome], names: str, count: int, **options: Any) -> Json:
+    questions = [question(number, **options.pop("fields", {})) for number in range(count)]
+    run = compared(questions, parse_systems(names), outcomes)
+    return summarised(run, **options)
+
+
+def side_by_side(
+    ours: Sequence[bool], theirs: Sequence[bool], *, seconds: float | None = 1.0, **fields: Any
+) -> Json:
+    """Return the summary of two systems, of which standard RAG takes two seconds."""
+    outcomes = [
+        outcome("speculative", number, right, seconds=seconds, drafts=drafts([right]), winner=0)
+        for number, right in enumerate(ours)
+    ]
+    outcomes += [
+        outcome("standard", number, right, **fields) for number, right in enumerate(theirs)
+    ]
+    return summary_of(outcomes, "speculative,standard", len(ours))
+
+
+def row(summary: Json, system: str) -> Json:
+    (found,) = [one for one in summary["systems"] if one["name"] == system]
+    return found
+
+
+# -------------------------------------------------------------------- figures
+
+
+def test_only_questions_that_all_systems_answered_are_compared() -> None:
+    """A run that was stopped compares like with like."""
+    outcomes = [outcome("standard", n, True) for n in range(4)]
+    outcomes += [outcome("drafter_only", n, False) for n in range(2)]
+    summary = summary_of(outcomes, "standard,drafter_only", 4)
+    assert [one["questions"] for one in summary["systems"]] == [2, 2]
+    assert summary["datasets"][0]["questions"] == 2
+
+
+def test_the_difference_is_paired_by_question() -> None:
+    """Wins, losses and ties are counted against standard RAG, and tested."""
+    against = row(
+        side_by_side([True, True, True, False, False], [True, False, False, True, False]),
+        "speculative",
+    )["against_standard"]
+    assert (against["wins"], against["losses"], against["ties"]) == (2, 1, 2)
+    assert against["difference"]["value"] == pytest.approx(0.2)
+    assert against["p"] == pytest.approx(1.0)
+
+
+def test_times_come_from_the_questions_that_were_timed() -> None:
+    """Replayed outcomes count for accuracy, and for nothing else."""
+    outcomes = [outcome("standard", 0, True, seconds=4.0, stages={"answer": 4.0})]
+    outcomes += [outcome("standard", 1, True, seconds=None, first_token=None, replayed=True)]
+    (found,) = summary_of(outcomes, "standard", 2)["systems"]
+    assert found["total"] == {"p50": 4.0, "p95": 4.0, "n": 1}
+    assert found["stages"] == {"answer": 4.0}
+    assert found["accuracy"]["n"] == 2
+
+
+def test_the_verifiers_work_and_the_speed_are_told_against_standard_rag() -> None:
+    """Below 1 is less work than standard RAG's, above 1 is faster."""
+    outcomes = [outcome("standard", 0, True, verifier=Tokens(prompt=90, completion=10))]
+    outcomes += [
+        outcome("drafter_only", 0, True, seconds=0.5, verifier=Tokens(prompt=20, completion=5))
+    ]
+    against = row(summary_of(outcomes, "standard,drafter_only", 1), "drafter_only")[
+        "against_standard"
+    ]
+    assert against["verifier_tokens"] == pytest.approx(0.25)
+    assert against["speedup"]["value"] == pytest.approx(4.0)
+
+
+def test_data_sets_are_told_apart() -> None:
+    """Each has its own accuracy, and its own difference to standard RAG."""
+    questions = [question(0), question(0, dataset="lakes"), question(1, dataset="lakes")]
+    rights = {"standard": (True, False, False), "drafter_only": (False, False, True)}
+    outcomes = [
+        outcome(name, int(one.id[1:]), right, dataset=one.dataset)
+        for name, found in rights.items()
+        for one, right in zip(questions, found, strict=True)
+    ]
+    systems = parse_systems("standard,drafter_only")
+    found = row(summarised(compared(questions, systems, outcomes)), "drafter_only")["by_dataset"]
+    assert [(one["dataset"], one["accuracy"]["value"], one["accuracy"]["n"]) for one in found] == [
+        ("rivers", 0.0, 1),
+        ("lakes", 0.5, 2),
+    ]
+    assert [one["difference"]["value"] for one in found] == [-1.0, 0.5]
+
+
+def test_selection_is_measured_over_contested_questions_only() -> None:
+    """One question where the choice mattered and was right, one where it was wrong."""
+    pools = {0: ([True, True], 0), 1: ([False, True], 1), 2: ([False, True], 0), 3: ([False], 0)}
+    outcomes = [
+        outcome("speculative", n, rights[winner], drafts=drafts(rights), winner=winner)
+        for n, (rights, winner) in pools.items()
+    ]
+    (found,) = summary_of(outcomes, "speculative", 4)["selection"]
+    assert (found["contested"], found["questions"]) == (2, 4)
+    assert found["mean"] == pytest.approx((1 + 0.5 + 0.5 + 0) / 4)
+    assert found["selected"] == pytest.approx(2 / 4)
+    assert found["oracle"] == pytest.approx(3 / 4)
+    assert found["efficiency"]["value"] == pytest.approx(0.0)
+
+
+def test_drafts_that_failed_are_no_choice() -> None:
+    """A failed or abstaining draft could not have been selected."""
+    some = (*drafts([True]), replace(drafts([False, False])[1], usable=False))
+    (found,) = summary_of(
+        [outcome("speculative", 0, True, drafts=some, winner=0)], "speculative", 1
+    )["selection"]
+    assert (found["contested"], found["mean"]) == (0, 1.0)
+
+
+def test_sets_of_labels_are_kept_apart() -> None:
+    """With two labels, a random draft is right half of the time."""
+    claims = {"kind": "label", "labels": ("yes", "no"), "answers": ("yes",)}
+    one = outcome("speculative", 0, True, drafts=drafts([True, False]), winner=0)
+    (found,) = summary_of([one], "speculative", 1, fields=claims)["selection"]
+    assert found["labels"]
+
+
+def test_long_answers_are_judged_by_no_rule() -> None:
+    """No accuracy is made up; F1 remains."""
+    (found,) = summary_of([outcome("standard", 0, None)], "standard", 1, fields={"kind": "long"})[
+        "systems"
+    ]
+    assert found["accuracy"] is None
+    assert found["f1"]["n"] == 1
+
+
+def test_cost_by_tokens_and_by_the_hour() -> None:
+    """Tokens cost what the table says; hardware costs the time it was busy."""
+    one = outcome(
+        "speculative",
+        0,
+        True,
+        drafter=Tokens(prompt=1000, completion=100, busy=3.6),
+        verifier=Tokens(prompt=500, completion=10, busy=1.0),
+    )
+    prices = {"verifier": Price(input=2.0, output=4.0), "drafter": HourPrice(hour=1.0)}
+    (found,) = summary_of([one], "speculative", 1, prices=prices)["systems"]
+    assert found["cost"]["value"] == pytest.approx(1000 * (0.001 + 0.00104))
+    (free,) = summary_of([one], "speculative", 1)["systems"]
+    assert free["cost"] is None
+    assert found["decoded_by_drafter"] == pytest.approx(100 / 110)
+
+
+def test_a_price_that_lacks_is_no_cost_of_zero() -> None:
+    """Without the drafter's price there is no sum, and none by the hour without a time."""
+    one = outcome("speculative", 0, True, drafter=Tokens(prompt=9), verifier=Tokens(prompt=9))
+    only = {"verifier": Price(input=1.0, output=1.0)}
+    assert summary_of([one], "speculative", 1, prices=only)["systems"][0]["cost"] is None
+    hourly = {"verifier": HourPrice(hour=1.0), "drafter": HourPrice(hour=1.0)}
+    assert summary_of([one], "speculative", 1, prices=hourly)["systems"][0]["cost"] is None
+
+
+def test_sweeps_hold_systems_that_differ_in_one_number() -> None:
+    """The number of drafts is swept by +m1, +m2; nothing else may differ."""
+    names = "speculative+m2,speculative+m1,speculative+m1+k4,speculative+k3"
+    outcomes = [outcome(name, 0, True) for name in names.split(",")]
+    sweeps = summary_of(outcomes, names, 1)["sweeps"]
+    assert [point["value"] for point in sweeps["m"]] == [1, 2]
+    assert [point["value"] for point in sweeps["k"]] == [3]
+
+
+def test_the_failures_say_what_went_wrong() -> None:
+    """A right draft that lost comes before drafts that were all wrong; successes are left out."""
+    outcomes = [outcome("standard", n, True) for n in range(3)]
+    outcomes += [
+        outcome("speculative", 0, False, drafts=drafts([False, False]), winner=0),
+        outcome("speculative", 1, False, drafts=drafts([False, True]), winner=0),
+        outcome("speculative", 2, True, drafts=drafts([True]), winner=0),
+    ]
+    failures = summary_of(outcomes, "standard,speculative", 3)["failures"]
+    assert [(one["id"], one["why"]) for one in failures] == [
+        ("q1", "a right draft was there, and another was selected"),
+        ("q0", "no draft was right, and standard RAG was"),
+    ]
+    assert [draft["selected"] for draft in failures[0]["drafts"]] == [True, False]
+
+
+def test_a_confident_mistake_is_the_first_to_read() -> None:
+    """From 0.8 on an answer counts as sure."""
+    outcomes = [
+        outcome("speculative", n, False, drafts=drafts([True]), winner=0, confidence=confidence)
+        for n, confidence in enumerate((0.79, 0.8))
+    ]
+    failures = summary_of(outcomes, "speculative", 2)["failures"]
+    assert [(one["id"], one["why"]) for one in failures] == [
+        ("q1", "sure, and wrong"),
+        ("q0", "a right draft was there, and another was selected"),
+    ]
+
+
+def test_curves_need_a_confidence() -> None:
+    """Without a calibration there is no risk-coverage curve; with one there is."""
+    plain = [outcome("speculative", n, n % 2 == 0) for n in range(12)]
+    assert not summary_of(plain, "speculative", 12)["risk_coverage"]
+    sure = [replace(one, confidence=0.9 if one.right else 0.2) for one in plain]
+    (curve,) = summary_of(sure, "speculative", 12)["risk_coverage"]
+    assert curve["points"][-1] == {"coverage": 1.0, "risk": 0.5}
+    assert summary_of(sure, "speculative", 12)["reliability"][0]["bins"]
+    assert summary_of(sure, "speculative", 10)["risk_coverage"]
+    assert not summary_of(sure, "speculative", 9)["risk_coverage"]
+
+
+# -------------------------------------------------------------------- recommendation
+
+
+def test_better_is_recommended_with_its_interval() -> None:
+    """A clear win names the system, the points, the interval and the speed."""
+    told = side_by_side([True] * 40, [True] * 20 + [False] * 20)["recommendation"]
+    assert told.startswith("Use speculative: speculative +50.0 points (95 %: ")
+    assert "on 40 questions, 2.00 times" in told
+
+
+def test_as_good_and_slower_means_standard_rag() -> None:
+    """Nobody should pay for what changes nothing."""
+    many = [True] * 300
+    told = side_by_side(many, many, seconds=3.0)["recommendation"]
+    assert told.startswith("Standard RAG is as good here; use it")
+
+
+def test_as_good_and_faster_is_recommended() -> None:
+    """The whole point."""
+    many = [True] * 300
+    assert side_by_side(many, many)["recommendation"].startswith("Use speculative: as good")
+
+
+def test_worse_means_standard_rag() -> None:
+    """However fast it is."""
+    told = side_by_side([False] * 30, [True] * 30, seconds=0.1)["recommendation"]
+    assert told.startswith("Standard RAG is better here; use it")
+
+
+def test_as_good_without_a_time_is_no_reason_to_change() -> None:
+    """Replayed outcomes say nothing of speed, and the advice says how to find out."""
+    many = [True] * 300
+    told = side_by_side(many, many, seconds=None)["recommendation"]
+    assert told.startswith("As good, and nobody knows how fast")
+    assert "--fresh" in told
+
+
+def test_the_best_of_several_is_to_be_confirmed() -> None:
+    """Whoever tries many will find one that looks good."""
+    names = "standard,speculative,speculative+vote"
+    outcomes = [outcome(name, n, True) for name in names.split(",") for n in range(3)]
+    assert summary_of(outcomes, names, 3)["recommendation"].endswith(
+        "It is the best of 2: confirm it on others."
+    )
+
+
+def test_the_best_is_as_good_as_standard_rag_and_faster() -> None:
+    """A gain that may be chance does not outweigh a system that is as good and surely faster."""
+    seconds = {"standard": 2.0, "speculative": 1.0, "speculative+vote": 3.0}
+    outcomes = [
+        outcome(name, n, n > 0 or name == "speculative+vote", seconds=time)
+        for name, time in seconds.items()
+        for n in range(300)
+    ]
+    told = summary_of(outcomes, ",".join(seconds), 300)["recommendation"]
+    assert told.startswith("Use speculative: as good and faster")
+
+
+def test_a_speed_up_that_may_be_chance_is_none() -> None:
+    """Faster on most questions and slower on nearly as many: the interval decides."""
+    names = ("standard", "speculative")
+    outcomes = [
+        outcome(name, n, True, seconds=2.0 if name == "standard" else 1.0 + 2.0 * (n % 20 < 9))
+        for name in names
+        for n in range(300)
+    ]
+    summary = summary_of(outcomes, ",".join(names), 300)
+    speed = row(summary, "speculative")["against_standard"]["speedup"]
+    assert speed["low"] < 1 < speed["value"]
+    assert summary["recommendation"].startswith("Standard RAG is as good here")
+
+
+def test_too_few_questions_are_inconclusive_and_say_how_many_would_do() -> None:
+    """A small sample proves nothing, and the tool says so."""
+    told = side_by_side([True, False, True], [True, True, False], seconds=4.0)["recommendation"]
+    assert told.startswith("Inconclusive: ")
+    assert "questions would settle it" in told
+    assert told.endswith("Until then use standard RAG.")
+
+
+def test_without_a_baseline_nothing_is_recommended() -> None:
+    """A system alone is no comparison."""
+    told = summary_of([outcome("speculative", 0, True)], "speculative", 1)["recommendation"]
+    assert "standard is not among the systems" in told
+
+
+# -------------------------------------------------------------------- the folder
+
+
+def manifest(**fields: Any) -> Manifest:
+    return Manifest(**{"models": MODELS, "prompts": "abc", "seed": 0, **fields})
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Outcomes of an earlier run are there, and new ones are added to them."""
+    for number in range(2):
+        with RunFolder(tmp_path / "run", manifest()) as folder:
+            assert len(folder.outcomes) == number
+            folder.add_questions([question(n) for n in range(number + 1)])
+            folder.keep(outcome("standard", number, True))
+    with RunFolder(tmp_path / "run") as folder:
+        assert [one.id for one in folder.outcomes] == ["q0", "q1"]
+        assert folder.questions == [question(0), question(1)]
+
+
+def test_an_outcome_is_on_the_disk_when_it_is_kept(tmp_path: Path) -> None:
+    """Whatever ends the process next, it is not lost."""
+    with RunFolder(tmp_path, manifest()) as folder:
+        for number in range(2):
+            folder.keep(outcome("standard", number, True))
+            assert len(read_outcomes(tmp_path / "outcomes.jsonl")) == number + 1
+
+
+@pytest.mark.parametrize("text", ["a\u2028b\x85c\x0bd", "half a character: \ud83d"])
+def test_any_text_can_be_kept(tmp_path: Path, text: str) -> None:
+    """Data may hold other ends of lines, and JSON half a character."""
+    asked = question(0, question=text, passages=(Passage(text=text, id=text),))
+    answer = outcome("standard", 0, False, text=text)
+    for _ in range(2):
+        with RunFolder(tmp_path, manifest()) as folder:
+            folder.add_questions([asked])
+            if not folder.outcomes:
+                folder.keep(answer)
+            folder.summarise(folder.questions, parse_systems("standard"))
+    with RunFolder(tmp_path) as folder:
+        assert (folder.questions, folder.outcomes) == ([asked], [answer])
+    write_outcomes(tmp_path / "features.jsonl", [answer])
+    assert read_outcomes(tmp_path / "features.jsonl") == [answer]
+
+
+def test_a_line_that_was_cut_off_is_done_again(tmp_path: Path) -> None:
+    """A stopped run leaves half a line at most, which spoils nothing that comes after it."""
+    with RunFolder(tmp_path, manifest()) as folder:
+        folder.keep(outcome("standard", 0, True))
+    path = tmp_path / "outcomes.jsonl"
+    path.write_text(path.read_text() + '{"dataset": "riv')
+    with RunFolder(tmp_path, manifest()) as folder:
+        assert len(folder.outcomes) == 1
+        folder.keep(outcome("standard", 1, True))
+    assert [one.id for one in read_outcomes(path)] == ["q0", "q1"]
+
+
+def test_badly_cut_text_is_kept_as_it_is(tmp_path: Path) -> None:
+    """Half a surrogate pair neither ends a run nor makes its file unreadable."""
+    cut = outcome("standard", 0, True, text="half \ud83d")
+    with RunFolder(tmp_path, manifest()) as folder:
+        folder.add_questions([question(0, question="What is \ud83d?")])
+        folder.keep(cut)
+        folder.summarise(folder.questions, parse_systems("standard"))
+    with RunFolder(tmp_path) as folder:
+        assert folder.outcomes == [cut]
+        assert folder.questions == [question(0, question="What is \ud83d?")]
+
+
+def test_a_line_that_is_no_outcome_is_named(tmp_path: Path) -> None:
+    """Anything else in the file is an error with its place."""
+    path = tmp_path / "outcomes.jsonl"
+    path.write_text('{"dataset": "rivers"}\n{}\n')
+    with pytest.raises(InputError, match=r"outcomes\.jsonl:1: not an outcome"):
+        read_outcomes(path)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"models": {**MODELS, "drafter": {"name": "new", "identity": "new"}}}, "drafter-model"),
+        ({"prompts": "xyz"}, "prompts have changed"),
+    ],
+)
+def test_runs_of_something_else_are_not_mixed(tmp_path: Path, other: Json, told: str) -> None:
+    """Other models or prompts need another folder."""
+    with RunFolder(tmp_path, manifest()):
+        pass
+    with pytest.raises(ConfigurationError, match=f"{told}.*name another --out"):
+        RunFolder(tmp_path, manifest(**other))
+
+
+def test_a_question_that_has_changed_is_not_mixed_in(tmp_path: Path) -> None:
+    """The same id with another text is another question."""
+    with RunFolder(tmp_path, manifest()) as folder:
+        folder.add_questions([question(0)])
+        with pytest.raises(ConfigurationError, match="'q0' of rivers is another one now"):
+            folder.add_questions([question(0, answers=("river 1",))])
+
+
+def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:
+    """Nothing to report about."""
+    with pytest.raises(InputError, match="holds no run of specrag eval"):
+        RunFolder(tmp_path)
+    (tmp_path / "outcomes.jsonl").write_text("")
+    with pytest.raises(InputError, match=r"without run\.json"):
+        RunFolder(tmp_path, manifest())
+
+
+def test_the_report_is_remade_from_the_folder_alone(tmp_path: Path) -> None:
+    """Summary and report are the same again, without data and without models."""
+    systems = parse_systems("standard,speculative")
+    with RunFolder(tmp_path, manifest()) as folder:
+        folder.add_questions([question(0)])
+        folder.keep(outcome("standard", 0, True))
+        folder.keep(outcome("speculative", 0, False, drafts=drafts([False]), winner=0))
+        first = folder.summarise([question(0)], systems)
+    page = (tmp_path / "report.html").read_text()
+    (tmp_path / "report.html").unlink()
+    with RunFolder(tmp_path) as folder:
+        assert folder.summarise(folder.questions, systems) == first
+    assert (tmp_path / "report.html").read_text() == page
+    assert json.loads((tmp_path / "summary.json").read_text()) == first
+    assert first["recommendation"] in page
+
+
+def test_a_run_in_memory_writes_nothing() -> None:
+    """Without a folder, everything but the files is the same."""
+    with RunFolder(None, manifest()) as folder:
+        folder.add_questions([question(0)])
+        folder.keep(outcome("standard", 0, True))
+        summary = folder.summarise([question(0)], parse_systems("standard"))
+    assert folder.report is None
+    assert summary["systems"][0]["accuracy"]["value"] == 1.0
