@@ -11,10 +11,11 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -623,6 +624,10 @@ def evaluate(
         return
     _or_usage(wrong=bool(judge_model and not judge), message="--judge-model goes with --judge")
     compared, priced = parse_systems(systems), _prices(prices)
+    _or_usage(
+        wrong=bool(calibration) and not any(system.calibrated for system in compared),
+        message="--calibration goes with a system that is +calibrated",
+    )
     questions = data.questions()
     with _run(
         data,
@@ -662,7 +667,7 @@ def _run(
     """
     from specrag_integrations import display
     from specrag_integrations.evaluation.cache import ReplyCache
-    from specrag_integrations.evaluation.folder import Manifest, RunFolder
+    from specrag_integrations.evaluation.folder import Manifest, RunFolder, held
     from specrag_integrations.evaluation.judging import judge_answers
     from specrag_integrations.evaluation.runs import Run, served
     from specrag_integrations.evaluation.systems import Models
@@ -673,6 +678,7 @@ def _run(
     calibrated = _calibration(calibration)
     slots = max(system.num_drafts for system in systems)
     with (
+        held(Path(out)) if out else nullcontext(),
         closing(ReplyCache(cache_folder() / "replies.sqlite")) as cache,
         display.watching(display.console(stderr=True)) as watch,
         _serving(models, slots, watch) as roles,
@@ -691,7 +697,7 @@ def _run(
             models=facts,
             prompts=prompts_hash(),
             seed=data.seed,
-            command=" ".join(["specrag", *sys.argv[1:]]),
+            command=shlex.join(["specrag", *map(_without_secrets, sys.argv[1:])]),
         )
         run = Run(
             questions=questions,
@@ -702,9 +708,10 @@ def _run(
         check(run)
         with RunFolder(Path(out) if out else None, manifest) as folder:
             folder.add_questions(questions)
+            folder.add_setups(_setups(run))
             if judging is not None:
                 folder.add_judge(judging[1])
-            done = {outcome.key for outcome in folder.outcomes if not outcome.failed}
+            done = {outcome.key for outcome in folder.outcomes}
             try:
                 portal.run(run.answer_all(done=done, keep=folder.keep, show=watch.count))
                 if judging is not None:
@@ -721,10 +728,39 @@ def _run(
             except KeyboardInterrupt:
                 click.echo(f"Stopped: {_kept(folder)}", err=True)
                 raise
+            except ConfigurationError:
+                raise  # it is wrong usage
             except (SpecRAGError, OSError) as error:
-                reason = error.strerror if isinstance(error, OSError) else str(error)
+                reason = getattr(error, "strerror", None) or str(error)
                 raise EvaluationError(f"{reason}; {_kept(folder)}") from error
             yield folder, run
+
+
+def _without_secrets(argument: str) -> str:
+    """Return an argument as it may be shown: a URL without user, password and query."""
+    from specrag_integrations.credentials import split_address
+
+    found = _ADDRESS.fullmatch(argument)
+    if found is None:
+        return argument
+    try:
+        shown, *_ = split_address(found["url"])
+    except ConfigurationError:
+        shown = "***"
+    return f"{found['option'] or ''}{shown}"
+
+
+_ADDRESS = re.compile(r"(?P<option>-[^=]*=)?(?P<url>.*://.*)", re.DOTALL)
+
+
+def _setups(run: Run) -> dict[str, str]:
+    """Return what each system of a run stands for, in each set of questions."""
+    sets = {question.dataset: question for question in run.questions}
+    return {
+        f"{system.name} on {dataset}": system.setup(run.models, question)
+        for system in run.systems
+        for dataset, question in sets.items()
+    }
 
 
 def _kept(folder: RunFolder) -> str:
@@ -814,6 +850,8 @@ def report(*, folder: str, prices: tuple[str, ...], features: str | None, table:
         systems = [system_named(name) for name in dict.fromkeys(o.system for o in run.outcomes)]
         summary = run.summarise(run.questions, systems, prices=priced)
         if features:
+            inside = Path(features).resolve().is_relative_to(Path(folder).resolve())
+            _or_usage(wrong=inside, message=f"--features {features} lies in {folder}: name another")
             try:
                 write_outcomes(Path(features), run.outcomes, texts=False)
             except OSError as error:
@@ -875,6 +913,11 @@ def calibrate(
     _or_usage(
         wrong=system.calibrated,
         message=f"--system {name} stops early; leave +calibrated out, for all drafts are needed",
+    )
+    data_files = [Path(file).resolve() for file in data.files]
+    _or_usage(
+        wrong=Path(out).resolve() in data_files,
+        message=f"--out {out} would overwrite the questions",
     )
     _or_usage(
         wrong=Path(out).is_dir() or not Path(out).parent.is_dir(),

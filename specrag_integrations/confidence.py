@@ -15,6 +15,7 @@ import math
 import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -144,6 +145,11 @@ class Thresholds:
                 checked_share(name, value)
         if self.accept_confidence is not None:
             _check_order(self.min_confidence, self.accept_confidence)
+        if not 0 <= self.right <= self.accepted <= self.questions:
+            raise ConfigurationError(
+                f"right={self.right} of accepted={self.accepted} of questions={self.questions} "
+                "cannot be"
+            )
 
     @property
     def attained(self) -> bool:
@@ -252,13 +258,25 @@ class Calibration:
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON.
+        """Write it as JSON; an old file stays until the new one is whole.
 
         Raises:
             OSError: the file cannot be written.
         """
         written = json.dumps({"version": _VERSION, **asdict(self)}, indent=2, allow_nan=False)
-        Path(path).write_text(written + "\n", encoding="utf-8")
+        place = Path(path)
+        if place.exists() and not place.is_file():  # a pipe, or /dev/stdout
+            place.write_text(written + "\n", encoding="utf-8")
+            return
+        place = place.resolve()  # where a link points to, for the link is to stay
+        draft = place.with_name(f".{place.name}.new")
+        try:
+            draft.write_text(written + "\n", encoding="utf-8")
+            draft.replace(place)
+        except OSError:
+            with suppress(OSError):
+                draft.unlink()
+            raise
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

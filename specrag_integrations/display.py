@@ -10,12 +10,13 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
 from rich.table import Table
@@ -53,6 +54,9 @@ _TIERS = {
 }
 _NONE = "-"
 _LINE_SECONDS = 60.0
+_WIDEST = 1000
+_BOUNDS = frozenset({"oracle", "random_draft"})
+"""Systems that nobody has asked: what selecting among the drafts could reach, and must beat."""
 
 
 # -------------------------------------------------------------------- consoles and text
@@ -156,9 +160,10 @@ def watching(out: Console) -> Iterator[Watch]:
         TextColumn("{task.description}", markup=False),
         TimeElapsedColumn(),
     )
-    with Progress(
-        *columns, console=out, transient=True, disable=not out.is_terminal or out.is_dumb_terminal
-    ) as progress:
+    unseen = not out.is_terminal or out.is_dumb_terminal
+    progress = Progress(*columns, console=out, transient=True, disable=unseen)
+    # Some releases of rich write an empty line where one that shows nothing ends.
+    with nullcontext() if unseen else progress:
         yield Watch(progress)
 
 
@@ -604,19 +609,29 @@ def _show_forecast(out: Console, found: Forecast) -> None:
 def show_evaluation(out: Console, summary: Mapping[str, Any]) -> None:
     """Print how the systems compare, and what to do."""
     _show_columns(out, "right or wrong", _RIGHT_COLUMNS.items(), summary["systems"])
-    _show_columns(out, "time and tokens", _TIME_COLUMNS.items(), summary["systems"])
+    asked = [row for row in summary["systems"] if row["name"] not in _BOUNDS]
+    _show_columns(out, "time and tokens", _TIME_COLUMNS.items(), asked)
     _show_columns(out, "selection", _SELECTION_COLUMNS.items(), summary["selection"])
     judged = [row for row in summary["systems"] if _is_judged(row)]
     _show_columns(out, "judged by RAGAS", _JUDGED_COLUMNS, judged)
     if judged:
         out.print(_text(_told_of_judging(summary, judged), "dim"))
-    sets = ", ".join(f"{one['questions']} of {one['name']}" for one in summary["datasets"])
+    sets = ", ".join(_set(one) for one in summary["datasets"])
     out.print(_text(f"Questions: {sets or 'none'}. In brackets: 95 % intervals.", "dim"))
     for one in summary["datasets"]:
         if label := one["majority"]:
             told = f"{one['name']}: {label['label']} every time is right {_percent(label['share'])}"
             out.print(_text(told, "dim"))
+    for row in asked:
+        if row["errors"]:
+            told = f"{row['name']}: {row['errors']} of {row['questions']} questions failed"
+            out.print(_text(f"{told}, and count as wrong", "yellow"))
     show_closing(out, summary["recommendation"])
+
+
+def _set(one: Mapping[str, Any]) -> str:
+    without = f" ({one['unanswerable']} without an answer)" if one["unanswerable"] else ""
+    return f"{one['questions']} of {one['name']}{without}"
 
 
 _RIGHT_COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
@@ -627,6 +642,7 @@ _RIGHT_COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "words": lambda row: _NONE if row["words"] is None else f"{row['words']:.0f}",
 }
 _TIME_COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "fell back": lambda row: _NONE if row["fallback"] is None else _percent(row["fallback"]),
     "first token": lambda row: _median(row["first_token"]),
     "total": lambda row: _median(row["total"]),
     "speed-up": lambda row: _speedup(_against(row, "speedup")),
@@ -675,13 +691,17 @@ def _show_columns(
         return
     names, cells = zip(*columns, strict=True)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
-    table.add_column(title, overflow="fold")
+    table.add_column(title, no_wrap=True)
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         name = row.get("name") or row["system"] + (" (labels)" if row["labels"] else "")
         table.add_row(_text(name), *(_text(cell(row)) for cell in cells))
-    out.print(table)
+    # On a narrow terminal long lines are wrapped by it; a name cut to letters says nothing.
+    width = out.width
+    out.width = max(width, Measurement.get(out, out.options.update(width=_WIDEST), table).maximum)
+    out.print(table, crop=False)
+    out.width = width
     out.print()
 
 
@@ -821,7 +841,9 @@ def _median(found: Mapping[str, float] | None) -> str:
     return _NONE if found is None else in_seconds(found["p50"])
 
 
-def _thousands(tokens: Mapping[str, float]) -> str:
+def _thousands(tokens: Mapping[str, float | None]) -> str:
+    if None in tokens.values():
+        return _NONE
     return f"{tokens['prompt']:,.0f}+{tokens['completion']:,.0f}"
 
 
@@ -829,8 +851,9 @@ def _speedup(interval: Mapping[str, float | None] | None) -> str:
     if interval is None:
         return _NONE
     low, high = interval["low"] or 0.0, interval["high"]
-    ends = f" ({low:.2f}-{high:.2f})" if high is not None else ""  # too few pairs have none
-    return f"{interval['value']:.2f}x{ends}"
+    if high is None:
+        return f"too few ({interval['n']})"
+    return f"{interval['value']:.2f}x ({low:.2f}-{high:.2f})"
 
 
 def _percent(share: float) -> str:

@@ -457,6 +457,9 @@ class SpeculativeRAG(Engine):
         """Have the verifier mend the draft; return the text and when its first piece came.
 
         A refinement that fails leaves the draft as it was.
+
+        Raises:
+            NoAnswerError: it failed (LOW_CONFIDENCE), and the draft is not trusted as it was.
         """
 
         def prompt(
@@ -492,7 +495,8 @@ class SpeculativeRAG(Engine):
             )
         except NoAnswerError as error:
             reason = "; ".join(error.failures) or str(error)
-            work.note(f"not refined, so the draft stands: {reason}")
+            if winner.index not in work.untrusted:
+                work.note(f"not refined, so the draft stands: {reason}")
             work.deadline_hit = error.reason == NoAnswerReason.DEADLINE
             if isinstance(error.__cause__, EndpointError) and error.__cause__.attempts:
                 failed = StepUsage(
@@ -505,6 +509,12 @@ class SpeculativeRAG(Engine):
                     attempts=error.__cause__.attempts,
                 )
                 work.steps.append(failed)
+            if winner.index in work.untrusted:
+                raise NoAnswerError(
+                    f"draft {winner.index} is not trusted and could not be mended: {reason}",
+                    reason=NoAnswerReason.LOW_CONFIDENCE,
+                    failures=[*work.failures, *error.failures],
+                ) from error
             work.emit(DeltaEvent(text=text, restart=bool(shown)))
             return text, None
         finally:

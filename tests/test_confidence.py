@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from scripted_model import ScriptedModel, tokens_of
-from scripted_server import Reply, ScriptedServer, is_verification
+from scripted_server import Fault, Reply, ScriptedServer, is_verification
 
 from specrag_integrations import (
     Answer,
@@ -651,6 +651,25 @@ def test_a_winner_below_min_confidence_is_mended_where_there_is_no_fallback(
     assert mended.trace.refinement is not None
     assert note_of(mended, "draft 2:") == "draft 2: confidence 0.50, with min_confidence=0.60"
     assert fallen.fallback_reason is FallbackReason.LOW_CONFIDENCE
+
+
+def test_a_draft_below_the_threshold_that_could_not_be_mended_is_no_answer(
+    scripted: Scripted,
+) -> None:
+    """Nothing that is not trusted goes out because the refinement failed."""
+    verdicts = judging({2: 0.5})
+
+    def respond(body: dict[str, Any], call: int) -> Any:
+        if body.get("stream"):
+            return Fault(400)
+        return verdicts(body, call)
+
+    engine = rag(scripted(respond), fallback=None, min_confidence=0.6, refine="when_unsure")
+    shown: list[str] = []
+    with pytest.raises(NoAnswerError, match="is not trusted and could not be mended") as raised:
+        shown += [event.type for event in engine.stream(QUESTION, PASSAGES)]
+    assert raised.value.reason is NoAnswerReason.LOW_CONFIDENCE
+    assert "delta" not in shown
 
 
 def test_a_draft_that_was_accepted_is_sure(scripted: Scripted) -> None:

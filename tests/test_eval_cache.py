@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -174,3 +175,29 @@ def test_a_full_disk_is_an_error_of_ours(scripted: Scripted, tmp_path: Path) -> 
     again = ReplyCache(path)
     assert chat(model_of(server, again)) == kept
     again.close()
+
+
+@pytest.mark.parametrize(
+    "damaged", ["{}", "[]", "{broken", '{"tokens": [1], "scored": null}', 7, b"\xff"]
+)
+def test_a_damaged_reply_is_asked_for_again(
+    scripted: Scripted, cache: ReplyCache, damaged: object
+) -> None:
+    """An entry that cannot be read is as good as none, and the new reply takes its place."""
+    server = scripted(lambda _, call: Reply(f"reply {call}"))
+    chat(model_of(server, cache))
+    with cache._file:
+        cache._file.execute("UPDATE replies SET reply = ?", [damaged])
+    for _ in range(2):
+        assert chat(model_of(server, cache)).text == "reply 1"
+    assert len(server.chats) == 2
+
+
+def test_the_cache_is_for_its_owner_alone(scripted: Scripted, tmp_path: Path) -> None:
+    """Nobody else reads the file, nor its log while it is open."""
+    cache = ReplyCache(tmp_path / "replies.sqlite")
+    chat(model_of(scripted(Reply("Yes")), cache))
+    files = list(tmp_path.iterdir())
+    assert len(files) == 3
+    assert {stat.S_IMODE(one.stat().st_mode) for one in files} == {0o600}
+    cache.close()

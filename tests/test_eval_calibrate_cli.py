@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import resource
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -310,3 +314,36 @@ def test_the_page_tells_the_numbers_that_are_tested_with() -> None:
     assert f"Fewer than {LEAST_QUESTIONS} are refused" in page
     assert "from 0.05 to 0.95 in steps of 0.05, and 0.99" in page
     assert list(GRID) == pytest.approx([*(step / 20 for step in range(1, 20)), 0.99])
+
+
+def test_a_calibration_that_cannot_be_written_keeps_the_old_one(tmp_path: Path) -> None:
+    """A disk that is full before the whole file is there leaves the file that was there."""
+    file = tmp_path / "calibration.json"
+    before = calibration(Fingerprint(num_drafts=5))
+    before.save(file)
+    written = (
+        "from specrag_integrations import Calibration; import sys;"
+        "Calibration.load(sys.argv[1]).save(sys.argv[1])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", written, str(file)],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "File too large" in done.stderr
+    assert Calibration.load(file) == before
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_calibration_may_go_through_a_link(tmp_path: Path) -> None:
+    """The link stays, and what it points to is written; a pipe is no file to be replaced."""
+    one = calibration(Fingerprint(num_drafts=5))
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "real.json")
+    one.save(link)
+    assert link.is_symlink()
+    assert Calibration.load(tmp_path / "real.json") == one
+    one.save(os.devnull)
+    assert not Path(os.devnull).is_file()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shlex
 import signal
 import subprocess
 import time
@@ -14,6 +15,9 @@ import pytest
 from scripted_server import Fault, ScriptedServer
 from test_cli import COMMAND, environment, fails, specrag
 from test_eval_runs import respond
+
+from specrag_integrations.cli import _without_secrets
+from specrag_integrations.evaluation.folder import held
 
 Scripted = Callable[..., ScriptedServer]
 
@@ -196,7 +200,8 @@ def test_prices_are_added_up(scripted: Scripted, data: Path, tmp_path: Path) -> 
         (["--price", "verifier=cheap"], "must read like verifier=0.60:0.80"),
         (["--price", "judge=1:1"], "must read like"),
         (["--top", "3"], "--top goes with --docs"),
-        (["--calibration", "none.json"], "none.json"),
+        (["--systems", "speculative+calibrated", "--calibration", "none.json"], "none.json"),
+        (["--calibration", "none.json"], "goes with a system that is +calibrated"),
         (["--systems", "speculative+calibrated"], "--calibration"),
     ],
 )
@@ -219,6 +224,32 @@ def test_a_bad_line_is_named_before_anything_is_asked(
     assert not server.chats
 
 
+def test_failures_are_told_and_not_asked_again(
+    scripted: Scripted, data: Path, tmp_path: Path
+) -> None:
+    """A question that the server refuses counts as wrong, is said so, and stays refused."""
+    server = scripted(
+        lambda body, call: Fault(400) if "number 1" in str(body) else respond(body, call)
+    )
+    command = ["eval", data, "--drafter", server.base_url, "--systems", "standard"]
+    command += ["--out", tmp_path / "run"]
+    cache = {"SPECRAG_CACHE": str(tmp_path / "c")}
+    done = specrag(*command, **cache)
+    assert "standard: 1 of 4 questions failed, and count as wrong" in done.stdout
+    server.reset()
+    assert specrag(*command, **cache).stdout == done.stdout
+    assert len(server.chats) == 2
+
+
+def test_a_narrow_terminal_cuts_no_name(scripted: Scripted, data: Path, tmp_path: Path) -> None:
+    """Whatever its width, each row begins with the whole name of its system."""
+    server = scripted(respond)
+    cache = {"SPECRAG_CACHE": str(tmp_path / "c"), "COLUMNS": "40"}
+    name = "speculative+only_draft_rationale+m2"
+    done = specrag("eval", data, "--drafter", server.base_url, "--systems", name, **cache)
+    assert any(line.startswith(f"{name} ") for line in done.stdout.splitlines())
+
+
 def test_a_folder_of_other_models_is_not_written_into(
     scripted: Scripted, data: Path, tmp_path: Path
 ) -> None:
@@ -229,7 +260,7 @@ def test_a_folder_of_other_models_is_not_written_into(
     told = fails(
         "eval", data, "--drafter", other.base_url, "--systems", "standard", "--out", out, code=2
     )
-    assert "scripted there, other now" in told
+    assert f"scripted ({one.base_url}) there, other ({other.base_url}) now" in told
 
 
 def test_features_hold_no_text(scripted: Scripted, data: Path, tmp_path: Path) -> None:
@@ -241,6 +272,7 @@ def test_features_hold_no_text(scripted: Scripted, data: Path, tmp_path: Path) -
     specrag("report", out, "--features", features)
     nowhere = tmp_path / "missing" / "features.jsonl"
     assert "cannot be written" in fails("report", out, "--features", nowhere)
+    assert "name another" in fails("report", out, "--features", out / "outcomes.jsonl", code=2)
     text = features.read_text()
     assert len(text.splitlines()) == 16
     assert "river 0" not in text
@@ -257,3 +289,100 @@ def test_the_names_of_systems_are_listed() -> None:
 def test_a_report_of_nothing_is_told(tmp_path: Path) -> None:
     """A folder without a run is an error with the command that makes one."""
     assert "holds no run" in fails("report", tmp_path)
+
+
+def test_no_secret_of_an_address_is_written(scripted: Scripted, data: Path, tmp_path: Path) -> None:
+    """What a URL holds besides host and path is in no file and no output; keys may lie there."""
+    server = scripted(respond)
+    host = server.base_url.removeprefix("http://")
+    out, cache = tmp_path / "run 1", tmp_path / "c"
+    done = specrag(
+        *("eval", data, "--systems", "standard", "--out", out, "--json"),
+        *("--drafter", f"http://joe:pass-one@{host}?api_key=pass-two"),
+        f"--verifier=http://joe:pass-one@{host}?api_key=pass-two",
+        SPECRAG_CACHE=str(cache),
+    )
+    files = [one for one in (*out.iterdir(), *cache.iterdir()) if one.is_file()]
+    assert len(files) > 5
+    for text in (done.stdout, done.stderr, *(one.read_bytes().decode("latin-1") for one in files)):
+        assert "pass-" not in text
+        assert "joe" not in text
+    command = json.loads((out / "run.json").read_text())["command"]
+    assert shlex.split(command)[-4:] == [
+        "--json",
+        "--drafter",
+        server.base_url,
+        f"--verifier={server.base_url}",
+    ]
+    assert str(out) in shlex.split(command)
+
+
+@pytest.mark.parametrize(
+    "argument", ["redis://joe:secret@host", "--out=http://joe:secret@[", "http://:secret@?x"]
+)
+def test_what_looks_like_an_address_and_is_none_is_masked(argument: str) -> None:
+    """It cannot be told which part of it is secret."""
+    assert "secret" not in _without_secrets(argument)
+    assert _without_secrets(argument).endswith("***")
+
+
+@pytest.mark.parametrize("argument", ["--limit=5", "-x", "C:\\data", "hub:a/b:c", "wie heißt=es?"])
+def test_other_arguments_are_shown_as_they_are(argument: str) -> None:
+    """The command can be run again."""
+    assert _without_secrets(argument) == argument
+
+
+@pytest.mark.parametrize("broken", ["file", "below a file", "summary", "manifest"])
+def test_a_folder_that_cannot_be_used_is_told_before_models_are_asked(
+    server: ScriptedServer, data: Path, tmp_path: Path, broken: str
+) -> None:
+    """One line with the path, and no request that would be for nothing."""
+    out = named = tmp_path / "run"
+    if broken == "manifest":
+        out.mkdir()
+        named = out / "run.json"
+        named.mkdir()
+    elif broken == "summary":
+        named = out / "summary.json"
+        named.mkdir(parents=True)
+    else:
+        out.write_text("")
+        out = out / "deeper" if broken == "below a file" else out
+    told = fails(
+        *("eval", data, "--drafter", server.base_url, "--systems", "standard", "--out", out),
+        SPECRAG_CACHE=str(tmp_path / "c"),
+    )
+    assert f"{named}" in told
+    assert "cannot be used" in told
+    assert not server.chats
+
+
+def test_a_folder_is_written_by_one_run_at_a_time(
+    server: ScriptedServer, data: Path, tmp_path: Path
+) -> None:
+    """A second run is told so in one line, before it asks anything; a report only reads."""
+    out, cache = tmp_path / "run", {"SPECRAG_CACHE": str(tmp_path / "c")}
+    command = ["eval", data, "--drafter", server.base_url, "--systems", "standard", "--out", out]
+    with held(out):
+        assert f"another run of specrag eval is writing into {out}" in fails(*command, **cache)
+        assert not server.chats
+        assert "holds no run" in fails("report", out)
+    specrag(*command, **cache)
+
+
+def test_a_name_that_stands_for_something_else_is_not_mixed_in(
+    scripted: Scripted, data: Path, tmp_path: Path
+) -> None:
+    """A folder with outcomes of another set-up under the same name takes no more of it."""
+    server = scripted(respond)
+    out, cache = tmp_path / "run", {"SPECRAG_CACHE": str(tmp_path / "c")}
+    command = ["eval", data, "--drafter", server.base_url, "--systems", "standard", "--out", out]
+    specrag(*command, **cache)
+    manifest = json.loads((out / "run.json").read_text())
+    assert list(manifest["setups"]) == ["standard on rivers"]
+    (out / "run.json").write_text(
+        json.dumps({**manifest, "setups": {"standard on rivers": "before"}})
+    )
+    told = fails(*command, code=2, **cache)
+    assert "standard on rivers is set up otherwise now" in told
+    assert "name another --out" in told

@@ -125,9 +125,16 @@ def test_a_set_of_unanswerable_questions_is_read(tmp_path: Path) -> None:
 
 def test_a_set_without_references_is_an_error(tmp_path: Path) -> None:
     """Otherwise every answer would count as one to a question that has none."""
-    path = write_lines(tmp_path / "q.jsonl", line(answers=[]), line(2, answers=...))
+    path = write_lines(tmp_path / "q.jsonl", line(answers=[]), line(2, answers=[]))
 
     assert error_of(path).startswith(f"{path}: no question has a reference answer")
+
+
+def test_a_row_without_the_key_of_its_answers_is_an_error(tmp_path: Path) -> None:
+    """A misspelt key would read as a question that cannot be answered."""
+    path = write_lines(tmp_path / "q.jsonl", line(), line(2, answers=..., answer="x"))
+
+    assert error_of(path).startswith(f'{path}, line 2: "answers" is missing')
 
 
 def test_gold_is_unknown_where_nothing_is_marked(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 from scripted_server import Fault, Reply, ScriptedServer
 
 from specrag_integrations import ConfigurationError, Endpoint
@@ -162,19 +163,19 @@ def test_what_lacks_is_told_without_asking(
     assert server.chats == []
 
 
-def test_progress_is_told_after_each_answer(ragas: Any, scripted: Scripted) -> None:
-    """The callback counts up to the number of answers, and no more are under way than allowed."""
+def test_no_more_answers_are_judged_at_once_than_allowed(ragas: Any, scripted: Scripted) -> None:
+    """Each judgement is given on as it is made, and few requests are under way."""
     server = scripted(judge_by_words, delay=0.02)
-    told: list[tuple[int, int]] = []
+    kept: list[int] = []
 
     judged(
         [ADA] * 5,
         Endpoint(server.base_url),
         max_concurrency=2,
-        progress=lambda done, total: told.append((done, total)),
+        keep=lambda place, _: kept.append(place),
     )
 
-    assert told == [(n, 5) for n in range(1, 6)]
+    assert sorted(kept) == [0, 1, 2, 3, 4]
     assert server.max_in_flight == 2
 
 
@@ -254,6 +255,22 @@ def test_a_reply_of_another_form_is_asked_for_again(scripted: Scripted) -> None:
     assert [turn["content"] for turn in first] == ["prompt"]
     assert [turn["role"] for turn in second] == ["user", "assistant", "user"]
     assert "claims are missing" in second[2]["content"]
+
+
+def test_what_the_judge_wrote_is_not_in_the_reason() -> None:
+    """The reason names the field and what it should be: reasons are shown and kept."""
+
+    class Claims(BaseModel):
+        claims: list[int]
+
+    with pytest.raises(ValueError, match=r"^claims\.1: Input should be a valid integer") as raised:
+        _in_form('{"claims": [1, "a private word"]}', Claims)
+    assert "private" not in str(raised.value)
+
+
+def test_the_repr_of_a_judgement_has_no_text() -> None:
+    """Its reasons may quote a server."""
+    assert "private" not in repr(Judgement(reasons=("400: a private word",)))
 
 
 def test_a_judge_that_never_writes_the_form_is_an_error(scripted: Scripted) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from specrag_integrations import ConfigurationError, InputError, Passage, Price
-from specrag_integrations.evaluation.folder import Manifest, RunFolder
+from specrag_integrations.errors import EvaluationError
+from specrag_integrations.evaluation.folder import Manifest, RunFolder, held
 from specrag_integrations.evaluation.outcomes import (
     DraftOutcome,
     Grades,
@@ -67,6 +68,12 @@ def outcome(system: str, number: int, right: bool | None, **fields: Any) -> Outc
             **fields,
         }
     )
+
+
+def trusting(one: Outcome, confidence: float) -> Outcome:
+    """Return an outcome whose first draft is that likely to be right."""
+    (draft,) = one.drafts
+    return replace(one, confidence=confidence, drafts=(replace(draft, confidence=confidence),))
 
 
 def summary_of(outcomes: Sequence[Outcome], names: str, count: int, **options: Any) -> Json:
@@ -182,6 +189,35 @@ def test_drafts_that_failed_are_no_choice() -> None:
     assert (found["contested"], found["mean"]) == (0, 1.0)
 
 
+def test_questions_without_an_answer_are_no_matter_of_selection() -> None:
+    """All drafts abstain rightly there, and none is the one to find."""
+    outcomes = [
+        outcome("speculative", 0, True, drafts=drafts([True]), winner=0),
+        outcome("speculative", 1, True, drafts=(replace(drafts([True])[0], usable=False),)),
+    ]
+    questions = [question(0), question(1, answers=())]
+    run = compared(questions, parse_systems("speculative"), outcomes)
+    (found,) = summarised(run)["selection"]
+    assert (found["questions"], found["oracle"]) == (1, 1.0)
+
+
+def test_the_bounds_of_selection_are_systems_of_their_own() -> None:
+    """The oracle is right where any draft is, a random draft by chance; neither has a time."""
+    outcomes = [
+        outcome("speculative", n, False, drafts=drafts([False, True, False]), winner=0)
+        for n in range(30)
+    ]
+    outcomes += [outcome("standard", n, n % 2 == 0) for n in range(30)]
+    summary = summary_of(outcomes, "standard,speculative", 30)
+    oracle, chance = row(summary, "oracle"), row(summary, "random_draft")
+    assert oracle["accuracy"]["value"] == 1.0
+    assert oracle["against_standard"]["wins"] == 15
+    assert 0 < chance["accuracy"]["value"] < 1
+    assert (oracle["total"], oracle["cost"], oracle["tokens"]["drafter"]["prompt"]) == (None,) * 3
+    assert "oracle" not in summary["recommendation"]
+    assert [one["name"] for one in summary_of(outcomes, "standard", 30)["systems"]] == ["standard"]
+
+
 def test_sets_of_labels_are_kept_apart() -> None:
     """With two labels, a random draft is right half of the time."""
     claims = {"kind": "label", "labels": ("yes", "no"), "answers": ("yes",)}
@@ -209,9 +245,9 @@ def test_cost_by_tokens_and_by_the_hour() -> None:
         verifier=Tokens(prompt=500, completion=10, busy=1.0),
     )
     prices = {"verifier": Price(input=2.0, output=4.0), "drafter": HourPrice(hour=1.0)}
-    (found,) = summary_of([one], "speculative", 1, prices=prices)["systems"]
+    found = row(summary_of([one], "speculative", 1, prices=prices), "speculative")
     assert found["cost"]["value"] == pytest.approx(1000 * (0.001 + 0.00104))
-    (free,) = summary_of([one], "speculative", 1)["systems"]
+    free = row(summary_of([one], "speculative", 1), "speculative")
     assert free["cost"] is None
     assert found["decoded_by_drafter"] == pytest.approx(100 / 110)
 
@@ -265,14 +301,30 @@ def test_a_confident_mistake_is_the_first_to_read() -> None:
 
 def test_curves_need_a_confidence() -> None:
     """Without a calibration there is no risk-coverage curve; with one there is."""
-    plain = [outcome("speculative", n, n % 2 == 0) for n in range(12)]
+    plain = [
+        outcome("speculative", n, n % 2 == 0, drafts=drafts([n % 2 == 0]), winner=0)
+        for n in range(12)
+    ]
     assert not summary_of(plain, "speculative", 12)["risk_coverage"]
-    sure = [replace(one, confidence=0.9 if one.right else 0.2) for one in plain]
+    sure = [trusting(one, 0.9 if one.right else 0.2) for one in plain]
     (curve,) = summary_of(sure, "speculative", 12)["risk_coverage"]
     assert curve["points"][-1] == {"coverage": 1.0, "risk": 0.5}
     assert summary_of(sure, "speculative", 12)["reliability"][0]["bins"]
-    assert summary_of(sure, "speculative", 10)["risk_coverage"]
-    assert not summary_of(sure, "speculative", 9)["risk_coverage"]
+
+
+def test_curves_cover_the_questions_that_fell_back() -> None:
+    """What was not trusted is what the curve is about: the draft counts, not who answered."""
+    right, wrong = (
+        outcome("speculative", 0, True, drafts=drafts([right]), winner=0) for right in (True, False)
+    )
+    kept = [replace(trusting(right, 0.9), id=f"q{n}") for n in range(6)]
+    fallen = [
+        replace(trusting(wrong, 0.2), id=f"q{n}", fallback="low_confidence", confidence=None)
+        for n in range(6, 12)
+    ]
+    (curve,) = summary_of([*kept, *fallen], "speculative", 12)["risk_coverage"]
+    assert (curve["n"], curve["questions"]) == (12, 12)
+    assert curve["points"] == [{"coverage": 0.5, "risk": 0.0}, {"coverage": 1.0, "risk": 0.5}]
 
 
 # -------------------------------------------------------------------- recommendation
@@ -351,8 +403,21 @@ def test_too_few_questions_are_inconclusive_and_say_how_many_would_do() -> None:
     """A small sample proves nothing, and the tool says so."""
     told = side_by_side([True, False, True], [True, True, False], seconds=4.0)["recommendation"]
     assert told.startswith("Inconclusive: ")
-    assert "questions would settle it" in told
+    assert "would settle" not in told  # three questions do not tell how many it takes
     assert told.endswith("Until then use standard RAG.")
+    half = [True, False] * 15
+    told = side_by_side(half, half[1:] + half[:1], seconds=4.0)["recommendation"]
+    assert "questions would settle whether it is as good within 3 points" in told
+
+
+def test_a_system_that_always_fell_back_is_not_recommended() -> None:
+    """It is standard RAG by another name."""
+    outcomes = [outcome("standard", n, True) for n in range(30)]
+    outcomes += [outcome("speculative", n, True, fallback="no_usable_draft") for n in range(30)]
+    told = summary_of(outcomes, "standard,speculative", 30)["recommendation"]
+    assert told == (
+        "No recommendation: Speculative RAG fell back to standard RAG on every question."
+    )
 
 
 def test_without_a_baseline_nothing_is_recommended() -> None:
@@ -494,3 +559,95 @@ def test_a_run_in_memory_writes_nothing() -> None:
         summary = folder.summarise([question(0)], parse_systems("standard"))
     assert folder.report is None
     assert summary["systems"][0]["accuracy"]["value"] == 1.0
+
+
+def test_a_line_that_lacks_only_its_end_is_kept(tmp_path: Path) -> None:
+    """A run stopped just before the line break has its outcome, and the next one its own line."""
+    with RunFolder(tmp_path, manifest()) as folder:
+        folder.keep(outcome("standard", 0, True))
+    path = tmp_path / "outcomes.jsonl"
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    with RunFolder(tmp_path, manifest()) as folder:
+        assert [one.id for one in folder.outcomes] == ["q0"]
+        folder.keep(outcome("standard", 1, True))
+    assert [one.id for one in read_outcomes(path)] == ["q0", "q1"]
+
+
+def test_a_line_may_be_cut_within_a_character(tmp_path: Path) -> None:
+    """A run stopped there loses this line alone, and goes on."""
+    with RunFolder(tmp_path, manifest()) as folder:
+        for number in range(2):
+            folder.keep(outcome("standard", number, True, text="Fluß"))
+    path = tmp_path / "outcomes.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.rindex("ß".encode()) + 1])
+    with RunFolder(tmp_path, manifest()) as folder:
+        assert [one.id for one in folder.outcomes] == ["q0"]
+        folder.keep(outcome("standard", 1, True, text="Fluß"))
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"models": 1, "prompts": "", "seed": 0}',
+        '{"models": {"drafter": {}}, "prompts": "", "seed": 0}',
+        '{"models": {"drafter": {"name": 1, "identity": 2}}, "prompts": "", "seed": 0}',
+        '{"models": {}, "prompts": "", "seed": 0, "judge": 5}',
+        '{"models": {}, "prompts": "", "seed": 0, "setups": 5}',
+    ],
+)
+def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    """A damaged run.json is an error with its path, for a run and for a report."""
+    (tmp_path / "run.json").write_text(text)
+    for given in (None, manifest()):
+        with pytest.raises(InputError, match=r"run\.json: not the manifest of a run"):
+            RunFolder(tmp_path, given)
+
+
+def test_names_of_another_set_up_are_not_mixed(tmp_path: Path) -> None:
+    """What a name stood for is kept; more names may come, and none may change."""
+    with RunFolder(tmp_path, manifest()) as folder:
+        folder.add_setups({"standard on rivers": "a"})
+    with RunFolder(tmp_path, manifest()) as folder:
+        folder.add_setups({"speculative on rivers": "b"})
+        with pytest.raises(ConfigurationError, match="speculative on rivers is set up otherwise"):
+            folder.add_setups({"speculative on rivers": "c", "standard on rivers": "a"})
+    with RunFolder(tmp_path) as folder:
+        assert folder.manifest.setups == {"standard on rivers": "a", "speculative on rivers": "b"}
+
+
+def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """The error is one of ours with the file's path; what was kept is still there."""
+    (tmp_path / "summary.json").mkdir()
+    with RunFolder(tmp_path, manifest()) as folder:
+        folder.add_questions([question(0)])
+        folder.keep(outcome("standard", 0, True))
+        with pytest.raises(EvaluationError, match=r"summary\.json cannot be used"):
+            folder.summarise(folder.questions, parse_systems("standard"))
+    with RunFolder(tmp_path) as folder:
+        assert len(folder.outcomes) == 1
+
+
+def test_a_folder_is_held_by_one_run(tmp_path: Path) -> None:
+    """While one holds it no other does; after it another may."""
+    path = tmp_path / "deep" / "run"
+    for _ in range(2):
+        with held(path):
+            other = held(path)
+            with pytest.raises(EvaluationError, match=f"another run of .* writing into {path}"):
+                other.__enter__()
+
+
+def test_without_texts_no_label_is_left() -> None:
+    """The label an answer gives is a word of the data, as the answer is; the repr has neither."""
+    grades = Grades(right=True, contained=True, exact=True, f1=1.0, words=1, label="refuted")
+    one = outcome("standard", 0, True, grades=grades, text="refuted", error="refuted by the server")
+    assert "refuted" in str(one.to_dict())
+    assert "refuted" not in str(one.to_dict(texts=False))
+    assert "refuted" not in repr(one)
+    assert Outcome.from_dict(one.to_dict(texts=False)).right

@@ -18,8 +18,8 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,8 +74,6 @@ class CalibrationReport:
     """A calibration, and what was found out on the way to it."""
 
     calibration: Calibration
-    log_losses: Mapping[Kind, float]
-    """Of each way to fit, cross-validated by question."""
     current_efficiency: Efficiency | None
     """Of the score the drafts came with, in the half that fits."""
     fitted_efficiency: Efficiency | None
@@ -104,10 +102,6 @@ class CalibrationReport:
         """Whether the thresholds attain what was asked for."""
         found = self.calibration.thresholds
         return found is not None and found.attained
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-able form."""
-        return {**asdict(self), "attained": self.attained}
 
 
 def calibrate(
@@ -153,7 +147,7 @@ def calibrate(
         fitting, testing = (_rescored(half, weighing.weights) for half in (fitting, testing))
         fingerprint = replace(fingerprint, weights=weighing.weights)
     fingerprint = replace(fingerprint, tier=tier, selector=named(selector))
-    fitted, losses = _fitted(fitting, terms, fingerprint, seed)
+    fitted = _fitted(fitting, terms, fingerprint, seed)
     winners = [_winners(half, selector) for half in (fitting, testing)]
     learning = Replay.of(fitting, winners[0], fitted)
     tested = Replay.of(testing, winners[1], fitted)
@@ -169,7 +163,6 @@ def calibrate(
             questions=len(fitting),
             demonstration=demonstration,
         ),
-        log_losses=losses,
         current_efficiency=weighing.current,
         fitted_efficiency=weighing.fitted,
         before=calibration_measures([_raw(draft) for draft in judged], right),
@@ -490,7 +483,7 @@ def _sample(questions: Sequence[_Question], terms: Sequence[str]) -> _Sample:
 
 def _fitted(
     questions: Sequence[_Question], terms: Sequence[str], fingerprint: Fingerprint, seed: int
-) -> tuple[Calibration, dict[Kind, float]]:
+) -> Calibration:
     """Fit P(correct) in the way that loses less on questions it was not fitted on."""
     makers: dict[Kind, Callable[[Sequence[_Question]], Calibration]] = {
         "logistic": lambda some: _logistic(some, terms, fingerprint)
@@ -499,8 +492,7 @@ def _fitted(
         makers["isotonic"] = lambda some: _isotonic(some, fingerprint)
     folds = _folds(questions, seed)
     losses = {kind: _cross_validated(questions, folds, fit) for kind, fit in makers.items()}
-    best = min(losses, key=lambda kind: losses[kind])
-    return makers[best](questions), losses
+    return makers[min(losses, key=lambda kind: losses[kind])](questions)
 
 
 def _cross_validated(

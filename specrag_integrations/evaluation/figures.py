@@ -40,8 +40,8 @@ _STAGES = {
     "answer": 4,
 }
 """The stages in their order and the colours they keep."""
-_IDEAL = frozenset({"oracle"})
-"""Systems that look at the reference: bounds, which nobody can run."""
+_BOUNDS = frozenset({"oracle", "random_draft"})
+"""Systems that nobody runs, so that they have no time: they are no dot, and are not missed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +99,8 @@ def frontier(systems: Sequence[Mapping[str, Any]]) -> Figure | None:
     timed = _timed(systems)
     if not timed:
         return None
-    real = [one for one in timed if one.name not in _IDEAL]
-    best = {one.name for one in real if not any(_beats(other, one) for other in real)}
-    drawn = {one.name for one in timed}
+    best = {one.name for one in timed if not any(_beats(other, one) for other in timed)}
+    drawn = {one.name for one in timed} | _BOUNDS
     left_out = [system["name"] for system in systems if system["name"] not in drawn]
     title = "Accuracy against time"
     description = (
@@ -127,7 +126,7 @@ def frontier(systems: Sequence[Mapping[str, Any]]) -> Figure | None:
                 count(one.accuracy.n),
                 seconds(one.seconds),
                 count(one.n),
-                _standing(one.name, best),
+                "yes" if one.name in best else "no",
             )
             for one in timed
         ),
@@ -138,12 +137,6 @@ def frontier(systems: Sequence[Mapping[str, Any]]) -> Figure | None:
         key=tuple(one.name for one in timed) if any(numbered.values()) else (),
         key_when_wide=numbered["wide"],
     )
-
-
-def _standing(name: str, best: set[str]) -> str:
-    if name in _IDEAL:
-        return "a bound: it looks at the reference"
-    return "yes" if name in best else "no"
 
 
 def _beats(one: _System, other: _System) -> bool:
@@ -184,11 +177,10 @@ def _scatter(
         svg.path(stairs, "frontier"),
     ]
     for one, (x, y), (low, high), label in zip(timed, dots, whiskers, labels, strict=True):
-        class_ = "bound" if one.name in _IDEAL else "best" if one.name in best else "other"
-        mark = svg.diamond if one.name in _IDEAL else svg.dot
+        class_ = "best" if one.name in best else "other"
         parts.append(svg.line(x, low, x, high, f"whisker {class_}"))
         parts += label.draw(f"label {class_}")
-        parts.append(mark(x, y, class_, one.words))
+        parts.append(svg.dot(x, y, class_, one.words))
     return parts, by_number
 
 
@@ -469,18 +461,18 @@ def _legend(hues: Mapping[str, int], width: float, kind: str) -> tuple[list[Elem
 # ------------------------------------------------------------------------------ confidence
 
 
-def risk_coverage(
-    curves: Sequence[Mapping[str, Any]], questions: Mapping[str, int | None]
-) -> Figure | None:
-    """Draw the share of wrong answers against the share of questions answered."""
+def risk_coverage(curves: Sequence[Mapping[str, Any]]) -> Figure | None:
+    """Draw the share of wrong drafts against the share of questions they would answer."""
     kept = [(curve["system"], _curve(curve)) for curve in curves]
     kept = [(system, curve) for system, curve in kept if curve]
+    questions = {curve["system"]: curve["n"] for curve in curves}
     if not kept:
         return None
     title = "Risk against coverage"
     description = (
-        "If only the most confident answers were given: the share of wrong answers among them "
-        "(risk) against the share of questions answered (coverage), one line per system."
+        "If only the most confident drafts were taken, and nothing else answered: the share of "
+        "wrong ones among them (risk) against the share of questions answered (coverage), one line "
+        "per system."
     )
     drawings = []
     for kind, width in (("wide", WIDE), ("narrow", NARROW)):

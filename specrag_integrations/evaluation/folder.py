@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any, Self
 
-from specrag_integrations.errors import ConfigurationError, InputError
+from specrag_integrations.errors import ConfigurationError, EvaluationError, InputError
 from specrag_integrations.evaluation.judging import judgement_line, read_judgements
 from specrag_integrations.evaluation.machine import commit, machine
 from specrag_integrations.evaluation.outcomes import (
@@ -37,6 +38,7 @@ JUDGEMENTS = "judgements.jsonl"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 _MANIFEST = "run.json"
+_LOCK = ".lock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +57,58 @@ class Manifest:
     machine: Mapping[str, Any] = field(default_factory=machine)
     judge: Mapping[str, Any] | None = None
     """Who judged the answers, told like the models; a run can be judged later."""
+    setups: Mapping[str, str] = field(default_factory=dict)
+    """By "system on data set": the hash of what the system's name stood for."""
 
     def differences(self, other: Manifest) -> list[str]:
         """Say what of two runs cannot be compared."""
         found = [
-            f"{role}: {self.models[role]['name']} there, {other.models[role]['name']} now"
+            f"{role}: {_named(self.models[role])} there, {_named(other.models[role])} now"
             for role in self.models
             if self.models[role]["identity"] != other.models.get(role, {}).get("identity")
         ]
         if self.prompts != other.prompts:
             found.append("the prompts have changed")
         return found
+
+    @classmethod
+    def from_dict(cls, read: Mapping[str, Any]) -> Self:
+        """Read what stands in the file.
+
+        Raises:
+            AttributeError, KeyError, TypeError, ValueError: something else stands there.
+        """
+        found = cls(**read)
+        for one in (*found.models.values(), *([found.judge] if found.judge else [])):
+            if not all(isinstance(one[name], str) for name in ("name", "identity")):
+                raise TypeError("a model has no name or identity")
+        return replace(found, setups=dict(found.setups))
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Keep a folder for one run while the block lasts; it is made where it is missing.
+
+    That a run cannot write there is found out before it has loaded anything.
+
+    Raises:
+        EvaluationError: it cannot be written, or another run is at it.
+        MissingDependencyError: jinja2, which its report needs, is not installed.
+    """
+    check_template()
+    with _naming(path):
+        path.mkdir(parents=True, exist_ok=True)
+        for name in (QUESTIONS, OUTCOMES, JUDGEMENTS, SUMMARY, REPORT, _MANIFEST):
+            if (path / name).is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path / name)
+        lock = (path / _LOCK).open("w")
+    with lock:
+        _lock(lock, path)
+        yield
+
+
+def _named(model: Mapping[str, Any]) -> str:
+    return f"{model['name']} ({model.get('where')})"
 
 
 class RunFolder:
@@ -77,9 +120,9 @@ class RunFolder:
 
     Raises:
         ConfigurationError: the folder holds a run of other models or prompts.
+        EvaluationError: it cannot be read or written; also from every method that writes.
         InputError: it holds something else, or nothing where there should be a run.
         MissingDependencyError: jinja2, which its report needs, is not installed.
-        OSError: it cannot be read or written.
     """
 
     def __init__(self, path: Path | None, manifest: Manifest | None = None) -> None:
@@ -93,6 +136,10 @@ class RunFolder:
             self.manifest = manifest
             return
         check_template()
+        with _naming(path):
+            self._open(path, manifest)
+
+    def _open(self, path: Path, manifest: Manifest | None) -> None:
         found = self._manifest(path)
         if manifest is None and found is None:
             raise InputError(f"{path}: holds no run of specrag eval; run it with --out {path}")
@@ -118,7 +165,7 @@ class RunFolder:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for file in self._files.values():
             # What could not be written is still in its buffer, and fails once more.
-            with suppress(OSError) if kind else nullcontext():
+            with suppress(EvaluationError) if kind else nullcontext(), _naming(self.path):
                 file.close()
 
     def add_questions(self, questions: Sequence[Question]) -> None:
@@ -159,6 +206,26 @@ class RunFolder:
                 f"{judge['name']} now; delete {JUDGEMENTS} there, or name another --out"
             )
 
+    def add_setups(self, setups: Mapping[str, str]) -> None:
+        """Say what the names of the systems stand for from now on.
+
+        Args:
+            setups: By "system on data set", its `System.setup`.
+
+        Raises:
+            ConfigurationError: a name stood for something else before.
+        """
+        known = self.manifest.setups
+        changed = [name for name in setups if known.get(name, setups[name]) != setups[name]]
+        if changed:
+            raise ConfigurationError(
+                f"{self.path}: {', '.join(changed)} {'is' if len(changed) == 1 else 'are'} set up "
+                "otherwise now, by other defaults or another calibration; name another --out"
+            )
+        if not known.keys() >= setups.keys():
+            self.manifest = replace(self.manifest, setups={**known, **setups})
+            self._write_manifest()
+
     @property
     def report(self) -> Path | None:
         """Where the report lies."""
@@ -174,8 +241,8 @@ class RunFolder:
         """Return the figures of the run, and write them and their report into the folder.
 
         Raises:
+            EvaluationError: a file cannot be written.
             MissingDependencyError: the report needs jinja2.
-            OSError: a file cannot be written.
         """
         run = compared(questions, systems, self.outcomes, self.judgements)
         summary = {**asdict(self.manifest), **summarised(run, prices=prices)}
@@ -188,7 +255,7 @@ class RunFolder:
         """Add an outcome; it is on the disk when this returns.
 
         Raises:
-            OSError: it cannot be written; what was kept before is still there.
+            EvaluationError: it cannot be written; what was kept before is still there.
         """
         self._append(OUTCOMES, line_of(outcome))
         self.outcomes.append(outcome)
@@ -197,7 +264,7 @@ class RunFolder:
         """Add the judgement of an outcome; it is on the disk when this returns.
 
         Raises:
-            OSError: it cannot be written; what was kept before is still there.
+            EvaluationError: it cannot be written; what was kept before is still there.
         """
         self._append(JUDGEMENTS, judgement_line(key, judgement))
         self.judgements[key] = judgement
@@ -206,21 +273,22 @@ class RunFolder:
         """Write one of the folder's files anew; an old one stays until the new one is whole."""
         if self.path is not None:
             draft = self.path / f".{name}.new"
-            draft.write_text(text, encoding="utf-8", errors=HALF_CHARACTERS)
-            draft.replace(self.path / name)
+            with _naming(self.path / name):
+                draft.write_text(text, encoding="utf-8", errors=HALF_CHARACTERS)
+                draft.replace(self.path / name)
 
     def _append(self, name: str, line: str) -> None:
         if self.path is None:
             return
-        if name not in self._files:
-            _cut_unfinished_line(self.path / name)
-            self._files[name] = (self.path / name).open(
-                "a", encoding="utf-8", errors=HALF_CHARACTERS
-            )
-        file = self._files[name]
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
+        path = self.path / name
+        with _naming(path):
+            if name not in self._files:
+                _end_last_line(path)
+                self._files[name] = path.open("a", encoding="utf-8", errors=HALF_CHARACTERS)
+            file = self._files[name]
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
 
     def _write_manifest(self) -> None:
         self.write(_MANIFEST, json.dumps(asdict(self.manifest), indent=2))
@@ -232,8 +300,8 @@ class RunFolder:
                 raise InputError(f"{folder}: holds {OUTCOMES} without {_MANIFEST}")
             return None
         try:
-            return Manifest(**json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
+            return Manifest.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path}: not the manifest of a run ({error})") from None
 
 
@@ -264,10 +332,44 @@ def _question(fields: dict[str, Any]) -> Question:
     )
 
 
-def _cut_unfinished_line(path: Path) -> None:
-    """Remove the end of a line that a stopped run has left, so that the next one starts anew."""
+def _end_last_line(path: Path) -> None:
+    """End the line in which a stopped run has left off: a whole one is kept, half a one is not."""
     if not path.exists():
         return
     with path.open("rb+") as file:
         data = file.read()
-        file.truncate(data.rfind(b"\n") + 1)
+        start = data.rfind(b"\n") + 1
+        try:
+            json.loads(data[start:].decode())
+        except ValueError:
+            file.truncate(start)
+        else:
+            file.write(b"\n")
+
+
+def _lock(file: IO[str], path: Path) -> None:
+    """Lock a file until it is closed, where the system has such locks."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise EvaluationError(
+            f"another run of specrag eval is writing into {path}; wait for it, or name another "
+            "--out"
+        ) from None
+    except OSError:
+        return  # some networked disks have none
+
+
+@contextmanager
+def _naming(path: Path | None) -> Iterator[None]:
+    """Name the file that something is wrong with."""
+    try:
+        yield
+    except OSError as error:
+        raise EvaluationError(
+            f"{error.filename2 or error.filename or path} cannot be used: {error.strerror or error}"
+        ) from error

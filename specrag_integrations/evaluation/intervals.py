@@ -38,10 +38,6 @@ class Interval:
     n: int
     """The questions it was measured on."""
 
-    def contains(self, x: float) -> bool:
-        """Whether a value is in the interval."""
-        return self.low <= x <= self.high
-
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able form: an open end is None."""
         found = asdict(self)
@@ -85,10 +81,6 @@ class Difference:
 
         reach = norm.ppf(_TAILS[1]) + norm.ppf(power)
         return max(1, math.ceil(float(reach * self.deviation / margin) ** 2))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-able form."""
-        return {**asdict(self), "interval": self.interval.to_dict()}
 
 
 def share_interval(successes: int, n: int) -> Interval | None:
@@ -240,10 +232,6 @@ class Efficiency:
     unselected: int
     """Contested questions left out, since no draft was selected."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-able form."""
-        return {**asdict(self), "interval": self.interval.to_dict()}
-
 
 def selection_efficiency(pools: Sequence[PoolRights], *, seed: int = 0) -> Efficiency | None:
     """Return Σ(selected - mean) / Σ(oracle - mean) over contested questions.
@@ -305,16 +293,6 @@ def risk_coverage(confidences: Sequence[float], rights: Sequence[bool]) -> list[
         )
         for end in ends
     ]
-
-
-def risk_area(points: Sequence[RiskPoint]) -> float | None:
-    """Return the area under a risk-coverage curve: the mean risk over all coverages.
-
-    Up to each point the risk is that point's, so that without ties this is the mean of the risks.
-    """
-    before = [0.0, *(point.coverage for point in points)]
-    steps = zip(points, before, strict=False)
-    return sum((point.coverage - last) * point.risk for point, last in steps) if points else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

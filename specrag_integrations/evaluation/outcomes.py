@@ -28,7 +28,7 @@ class Grades:
     f1: float
     words: int
     """How long the answer is: containment rewards length."""
-    label: str | None = None
+    label: str | None = field(default=None, repr=False)
     """The label the answer gives, in sets of labels."""
     citation_precision: float | None = None
     """The share of the cited passages that are gold; None where none is cited or gold is
@@ -66,11 +66,10 @@ class DraftOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Tokens of one role over a question, as the servers counted them."""
+    """Tokens of one role over a question, as the servers counted them; None: one did not."""
 
-    prompt: int = 0
-    completion: int = 0
-    cached: int = 0
+    prompt: int | None = 0
+    completion: int | None = 0
     busy: float | None = None
     """Seconds in which at least one of its requests was under way: what a rented GPU costs."""
 
@@ -103,7 +102,7 @@ class Outcome:
     drafter: Tokens = Tokens()
     verifier: Tokens = Tokens()
     requests: int = 0
-    error: str | None = None
+    error: str | None = field(default=None, repr=False)
     """Why there is no answer."""
 
     @property
@@ -112,9 +111,14 @@ class Outcome:
         return self.dataset, self.id, self.system
 
     @property
+    def choices(self) -> list[DraftOutcome]:
+        """The drafts that could be selected: those that neither failed nor abstained."""
+        return [draft for draft in self.drafts if draft.usable]
+
+    @property
     def failed(self) -> bool:
-        """Whether there is no answer for a reason that may pass."""
-        return self.error is not None and not self.abstained
+        """Whether there is no answer."""
+        return self.error is not None
 
     @property
     def right(self) -> bool:
@@ -130,6 +134,8 @@ class Outcome:
                 one.pop("answer", None)
             found.pop("error")
             found.pop("passages")
+            if found["grades"]:
+                found["grades"].pop("label")  # a word of the data
         return found
 
     @classmethod
@@ -163,13 +169,14 @@ def read_lines(path: Path, read: Callable[[Any], T], what: str) -> list[T]:
     Raises:
         InputError: a line is not `what` it should be; the message names it.
     """
-    lines = path.read_text(encoding="utf-8").split("\n")
+    # Each line is decoded by itself: the last one may end within a character.
+    lines = path.read_bytes().split(b"\n")
     found = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            found.append(read(json.loads(line)))
+            found.append(read(json.loads(line.decode())))
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines):
                 break  # the run was stopped in the middle of it

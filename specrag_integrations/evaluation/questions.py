@@ -427,6 +427,8 @@ def _format_of(record: Mapping[str, Any], where: str) -> _Format:
 
 def _ours(record: dict[str, Any]) -> dict[str, Any]:
     known = ("id", "question", "answers", "passages", "source", "meta")
+    if not _marked_unanswerable(record.get("meta") or {}):
+        _ = record["answers"]  # without the key, a misspelt one would read as "unanswerable"
     return {"passages": [], **{key: record[key] for key in known if key in record}}
 
 

@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
+
 from specrag_integrations.citations import without_citations
 from specrag_integrations.errors import (
     EndpointError,
@@ -29,8 +31,6 @@ from specrag_integrations.spans import without_thinking
 from specrag_integrations.tasks import Tasks
 
 Form = TypeVar("Form")
-Progress = Callable[[int, int], None]
-"""(judged so far, all) -> None, called on the thread that carries the requests."""
 
 CAUTION = (
     "Factual correctness takes an answer apart without its question, so that it suits answers of a "
@@ -57,13 +57,16 @@ class Judgeable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What a judge made of an answer; where a number is None, `reasons` says why."""
+    """What a judge made of an answer; where a number is None, `reasons` says why.
+
+    The repr holds no text.
+    """
 
     faithfulness: float | None = None
     """The share of the answer's statements that its contexts support, from 0 to 1."""
     factual_correctness: float | None = None
     """F1 of the claims of answer and reference against each other, from 0 to 1."""
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = field(default=(), repr=False)
 
 
 def check_library() -> None:
@@ -81,7 +84,6 @@ def judged(
     *,
     max_tokens: int = 2048,
     max_concurrency: int = 8,
-    progress: Progress | None = None,
     keep: Callable[[int, Judgement], None] | None = None,
 ) -> tuple[Judgement, ...]:
     """Judge answers by RAGAS, in their order.
@@ -94,7 +96,6 @@ def judged(
         judge: The model that judges: an `Endpoint`, or a `CachedModel` over one.
         max_tokens: The most tokens of a reply; long answers are judged statement by statement.
         max_concurrency: The most answers judged at once.
-        progress: Told after each answer.
         keep: Given each judgement as it is made, behind the place of its answer; what it raises
             ends the judging.
 
@@ -104,14 +105,13 @@ def judged(
     """
     seats = asyncio.Semaphore(checked_whole("max_concurrency", max_concurrency))
     metrics = _Metrics(_Judge(judge, checked_whole("max_tokens", max_tokens)))
-    return portal.run(_all_judged(items, metrics, seats, progress, keep))
+    return portal.run(_all_judged(items, metrics, seats, keep))
 
 
 async def _all_judged(
     items: Sequence[Judgeable],
     metrics: _Metrics,
     seats: asyncio.Semaphore,
-    progress: Progress | None,
     keep: Callable[[int, Judgement], None] | None,
 ) -> tuple[Judgement, ...]:
     judgements: dict[int, Judgement] = {}
@@ -121,8 +121,6 @@ async def _all_judged(
             judgements[place] = await metrics.judge(item)
         if keep is not None:
             keep(place, judgements[place])
-        if progress is not None:
-            progress(len(judgements), len(items))
 
     async with Tasks() as tasks:
         await tasks.all_of([one(place, item) for place, item in enumerate(items)])
@@ -239,4 +237,10 @@ def _in_form(text: str, response_model: Any) -> Any:
     if start < 0:
         raise ValueError("there is no JSON object")
     found, _ = json.JSONDecoder(strict=False).raw_decode(text, start)
-    return response_model.model_validate(found)
+    try:
+        return response_model.model_validate(found)
+    except ValidationError as error:
+        # Its own text quotes what the judge has written of the answer.
+        told = error.errors(include_url=False, include_context=False, include_input=False)
+        places = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in told]
+        raise ValueError("; ".join(places)) from None

@@ -105,10 +105,19 @@ _SUMMARY: dict[str, Any] = {
             "efficiency": _ESTIMATE,
         }
     ],
-    "risk_coverage": [{"system": "unnamed", "points": [{"coverage": None, "risk": None}]}],
+    "risk_coverage": [
+        {
+            "system": "unnamed",
+            "n": None,
+            "questions": None,
+            "points": [{"coverage": None, "risk": None}],
+        }
+    ],
     "reliability": [
         {
             "system": "unnamed",
+            "n": None,
+            "questions": None,
             "bins": [{"confidence": None, "right": None, "low": None, "high": None, "n": None}],
             "brier": None,
             "ece": None,
@@ -256,7 +265,6 @@ def _page(found: Mapping[str, Any]) -> dict[str, Any]:
 def _sections(found: Mapping[str, Any]) -> dict[str, list[Figure]]:
     """Return the charts of each section; none where the run has no numbers for it."""
     systems = found["systems"]
-    questions = {system["name"]: system["questions"] for system in systems}
     made: dict[str, list[Figure | None]] = {
         "frontier": [figures.frontier(systems)],
         "selection": [
@@ -270,7 +278,7 @@ def _sections(found: Mapping[str, Any]) -> dict[str, list[Figure]]:
                 (True, "selection-labels", "Sets of labels"),
             )
         ],
-        "risk": [figures.risk_coverage(found["risk_coverage"], questions)],
+        "risk": [figures.risk_coverage(found["risk_coverage"])],
         "reliability": [
             figures.reliability(one, name=f"reliability-{index}")
             for index, one in enumerate(found["reliability"])

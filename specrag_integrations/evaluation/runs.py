@@ -23,7 +23,6 @@ from specrag_integrations.errors import (
     EvaluationError,
     InputError,
     NoAnswerError,
-    NoAnswerReason,
 )
 from specrag_integrations.evaluation.cache import CachedModel, ReplyCache
 from specrag_integrations.evaluation.metrics import grade
@@ -134,7 +133,8 @@ class Run:
         Raises:
             EndpointUnavailableError: a model does not answer any more. What it made of the question
                 at hand is not kept.
-            EvaluationError: several questions in a row could not be answered.
+            EvaluationError: several questions in a row could not be answered; none of these is
+                kept.
         """
         open_ = [
             (system, question)
@@ -159,13 +159,18 @@ class Run:
             )
             started = time.perf_counter()
             outcome = await self.answer(system, question)
-            keep(outcome)
-            failed = [*failed, outcome] if outcome.failed else []
-            if len(failed) == _MOST_FAILURES:
+            failed.append(outcome)
+            if len(failed) == _MOST_FAILURES and outcome.failed:
                 raise EvaluationError(
                     f"{_MOST_FAILURES} failures in a row, at last: {outcome.error}"
                 )
+            if not outcome.failed:
+                for one in failed:
+                    keep(one)
+                failed = []
             remaining.tick(system.name, time.perf_counter() - started)
+        for one in failed:
+            keep(one)
 
     async def answer(self, system: System, question: Question) -> Outcome:
         """Have one system answer one question.
@@ -174,6 +179,8 @@ class Run:
             EndpointUnavailableError: a model does not answer.
         """
         watched = list({id(m): m for m in (self.models.drafter, self.models.verifier)}.values())
+        for model in watched:
+            model.live = system.calibrated  # it may stop at the first draft that comes
         before = [(model.replayed, model.unavailable) for model in watched]
         answer, error, answered_after = await _ask(self._engine(system, question), system, question)
         for model, (_, failure) in zip(watched, before, strict=True):
@@ -228,7 +235,7 @@ def outcome_of(
         drafts=_drafts(answer, question, replayed=replayed),
         replayed=replayed,
         seconds=None if replayed else trace.seconds,
-        first_token=None if replayed else first_token or trace.first_token,
+        first_token=None if replayed else first_token,
         stages={} if replayed else _spent(trace.stages),
         drafter=_tokens(system, steps, "drafter", replayed=replayed),
         verifier=_tokens(system, steps, "verifier", replayed=replayed),
@@ -279,14 +286,11 @@ def _answer_span(text: str) -> Span:
 def _unanswered(
     system: System, question: Question, error: Exception | None, *, replayed: bool
 ) -> Outcome:
-    # Without a fallback, drafts that all abstain are an abstention.
-    abstained = isinstance(error, NoAnswerError) and error.reason == NoAnswerReason.NO_USABLE_DRAFT
     return Outcome(
         dataset=question.dataset,
         id=question.id,
         system=system.name,
-        grades=grade(question, "", abstained=abstained),
-        abstained=abstained,
+        grades=grade(question, ""),
         replayed=replayed,
         error=str(error),
     )
@@ -350,12 +354,18 @@ def _tokens(
     system: System, steps: Sequence[StepUsage], role: ModelRole, *, replayed: bool
 ) -> Tokens:
     own = [step for step in steps if system.role_of(step.role) == role]
+    counts = [step.count for step in own]
     return Tokens(
-        prompt=sum(step.count.prompt or 0 for step in own),
-        completion=sum(step.count.completion or 0 for step in own),
-        cached=sum(step.count.cached or 0 for step in own),
+        prompt=_total([count.prompt for count in counts]),
+        completion=_total([count.completion for count in counts]),
         busy=None if replayed else _union((s.arrived - s.seconds, s.arrived) for s in own),
     )
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    """Return the sum; None where a server did not count."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:

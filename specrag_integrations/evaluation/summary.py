@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from specrag_integrations.evaluation.intervals import (
     share_interval,
 )
 from specrag_integrations.evaluation.metrics import majority
-from specrag_integrations.evaluation.outcomes import DraftOutcome, Outcome, Tokens
+from specrag_integrations.evaluation.outcomes import DraftOutcome, Grades, Outcome, Tokens
 from specrag_integrations.evaluation.questions import Question
 from specrag_integrations.evaluation.ragas import Judgement
 from specrag_integrations.evaluation.runs import Key
@@ -34,6 +35,8 @@ from specrag_integrations.usage import ModelRole, Price
 Json = dict[str, Any]
 BASELINE = "standard"
 MARGIN = 0.03
+_ENOUGH = 20
+"""Questions below which the spread that a sample size is figured from is a guess."""
 """As good as standard RAG: no more than 3 points below it, as far as the interval tells."""
 _SHOWN_FAILURES = 30
 _JUDGED = ("faithfulness", "factual_correctness")
@@ -90,13 +93,14 @@ def compared(
 def summarised(run: Compared, *, prices: Prices | None = None) -> Json:
     """Return the figures of a run as JSON-able values; see docs/evaluation.md for each."""
     rows = [_system(run, system, prices) for system in run.systems]
+    rows += _bounds(run)
     found = {
         "datasets": _datasets(run.questions),
         "systems": rows,
         "selection": [
             line for system in run.systems if system.drafts for line in _selections(run, system)
         ],
-        "risk_coverage": _curves(run, risk_curve),
+        "risk_coverage": _curves(run, _risk_curve),
         "reliability": _curves(run, _reliability),
         "sweeps": {name: _sweep(name, rows) for name in ("m", "k")},
         "failures": _failures(run),
@@ -110,7 +114,7 @@ def summarised(run: Compared, *, prices: Prices | None = None) -> Json:
 
 def _system(run: Compared, system: System, prices: Prices | None) -> Json:
     outcomes = run.of(system.name)
-    judged = [one for one in outcomes if one.grades and one.grades.right is not None]
+    judged = [one for one in outcomes if _is_judged(one)]
     timed = [one for one in outcomes if one.seconds is not None]
     graded = [one.grades for one in outcomes if one.grades]
     cited = [g.citation_precision for g in graded if g.citation_precision is not None]
@@ -156,12 +160,8 @@ def _against_standard(run: Compared, system: System) -> Json | None:
     timed = [(ours.seconds, theirs.seconds) for ours, theirs in pairs]
     both = [(a, b) for a, b in timed if a and b]
     ours, theirs = (
-        (
-            sum(one.verifier.prompt + one.verifier.completion for one in side)
-            for side in zip(*pairs, strict=True)
-        )
-        if pairs
-        else (0, 0)
+        _sum([_read_and_written(one.verifier) for one in side])
+        for side in (run.of(system.name), run.of(BASELINE))
     )
     return {
         "difference": _dict(difference.interval) if difference else None,
@@ -172,9 +172,13 @@ def _against_standard(run: Compared, system: System) -> Json | None:
         "verdict": difference.verdict(MARGIN) if difference else None,
         "questions_needed": difference.questions_needed(MARGIN) if difference else None,
         "speedup": _dict(ratio_interval([b for _, b in both], [a for a, _ in both])),
-        "verifier_tokens": ours / theirs if theirs else None,
+        "verifier_tokens": ours / theirs if theirs and ours is not None else None,
         **{name: _judged_difference(run, system, name) for name in _JUDGED},
     }
+
+
+def _is_judged(outcome: Outcome) -> bool:
+    return outcome.grades is not None and outcome.grades.right is not None
 
 
 def _difference(pairs: Sequence[tuple[Outcome, Outcome]]) -> Difference | None:
@@ -205,7 +209,7 @@ def _judged_difference(run: Compared, system: System, name: str) -> Json | None:
 
 def _on(run: Compared, system: System, dataset: str) -> Json:
     outcomes = [one for one in run.of(system.name) if one.dataset == dataset]
-    judged = [one for one in outcomes if one.grades and one.grades.right is not None]
+    judged = [one for one in outcomes if _is_judged(one)]
     difference = None
     if system.name != BASELINE and BASELINE in run.by_system:
         theirs = [one for one in run.of(BASELINE) if one.dataset == dataset]
@@ -222,20 +226,33 @@ def _stages(timed: Sequence[Outcome]) -> dict[str, float]:
     return {name: sum(one.stages.get(name, 0.0) for one in timed) / len(timed) for name in names}
 
 
-def _tokens(found: Sequence[Tokens]) -> dict[str, float]:
-    """Return a role's tokens for a question, on average."""
-    if not found:
-        return {"prompt": 0.0, "completion": 0.0}
+def _tokens(found: Sequence[Tokens]) -> dict[str, float | None]:
+    """Return a role's tokens for a question, on average; None where a server did not count."""
+    totals = {
+        "prompt": _sum([one.prompt for one in found]),
+        "completion": _sum([one.completion for one in found]),
+    }
     return {
-        "prompt": fmean([one.prompt for one in found]),
-        "completion": fmean([one.completion for one in found]),
+        name: None if total is None else total / max(1, len(found))
+        for name, total in totals.items()
     }
 
 
+def _read_and_written(tokens: Tokens) -> int | None:
+    return _sum([tokens.prompt, tokens.completion])
+
+
+def _sum(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
 def _decoded_by_drafter(outcomes: Sequence[Outcome]) -> float | None:
-    ours = sum(one.drafter.completion for one in outcomes)
-    total = ours + sum(one.verifier.completion for one in outcomes)
-    return ours / total if total else None
+    ours = _sum([one.drafter.completion for one in outcomes])
+    theirs = _sum([one.verifier.completion for one in outcomes])
+    if ours is None or theirs is None or not ours + theirs:
+        return None
+    return ours / (ours + theirs)
 
 
 def _cost(outcomes: Sequence[Outcome], prices: Prices | None) -> Json | None:
@@ -254,28 +271,92 @@ def _cost(outcomes: Sequence[Outcome], prices: Prices | None) -> Json | None:
 
 def _priced(tokens: Tokens, price: Price | HourPrice | None) -> float:
     """Return what a role cost; NaN where that is not known."""
-    if not tokens.prompt and not tokens.completion:
-        return 0.0
-    if isinstance(price, Price):
-        return (tokens.prompt * price.input + tokens.completion * price.output) / 1e6
-    if price is None or tokens.busy is None:
+    if not tokens.busy and _read_and_written(tokens) == 0:
+        return 0.0  # the role took no part
+    if isinstance(price, HourPrice):
+        return math.nan if tokens.busy is None else tokens.busy * price.hour / 3600
+    if price is None or tokens.prompt is None or tokens.completion is None:
         return math.nan
-    return tokens.busy * price.hour / 3600
+    return (tokens.prompt * price.input + tokens.completion * price.output) / 1e6
 
 
 # -------------------------------------------------------------------- drafts
 
 
+def _bounds(run: Compared) -> list[Json]:
+    """Return what selecting among the drafts could reach, and what it must beat, as two systems.
+
+    `oracle` takes a right draft wherever the first drafting system has one; `random_draft` takes
+    any, the same one each time.
+    """
+    ours = next((one for one in run.systems if one.drafts), None)
+    if ours is None:
+        return []
+    picked: dict[str, list[Outcome]] = {"oracle": [], "random_draft": []}
+    for question, outcome in zip(run.questions, run.of(ours.name), strict=True):
+        best = max(outcome.choices, key=lambda draft: (draft.right, draft.f1), default=None)
+        lot = random.Random(f"{question.dataset} {question.id}")  # noqa: S311 - no secret
+        picked["oracle"].append(_as_outcome("oracle", question, best))
+        picked["random_draft"].append(
+            _as_outcome("random_draft", question, lot.choice(outcome.choices or [None]))
+        )
+    told = {
+        "oracle": f"the best draft of {ours.name}, if one knew",
+        "random_draft": f"any draft of {ours.name}",
+    }
+    bounds = Compared(
+        questions=run.questions,
+        systems=run.systems,
+        by_system={
+            **run.by_system,
+            **{name: {one.key[:2]: one for one in found} for name, found in picked.items()},
+        },
+        judgements=run.judgements,
+    )
+    nothing = dict.fromkeys(("exact", "words", "abstained", "fallback", "decoded_by_drafter"))
+    return [
+        {
+            **_system(bounds, System(name=name, base="speculative"), None),
+            **nothing,
+            "description": told[name],
+        }
+        for name in picked
+    ]
+
+
+def _as_outcome(system: str, question: Question, draft: DraftOutcome | None) -> Outcome:
+    """Return a draft as if it had been the answer; without one, an unanswered question."""
+    right = draft is not None and (draft.right or not question.answerable)
+    grades = Grades(
+        right=None if question.kind == "long" and question.answerable else right,
+        contained=right,
+        exact=False,
+        f1=draft.f1 if draft else 0.0,
+        words=0,
+    )
+    unknown = Tokens(prompt=None, completion=None)
+    return Outcome(
+        dataset=question.dataset,
+        id=question.id,
+        system=system,
+        grades=grades,
+        drafter=unknown,
+        verifier=unknown,
+    )
+
+
 def _selections(run: Compared, system: System) -> list[Json]:
-    """Return how well the right draft was found, in sets of labels and in the others."""
-    kinds = {(one.dataset, one.id): one.kind for one in run.questions}
+    """Return how well the right draft was found, in sets of labels and in the others.
+
+    Where nothing can be answered there is no right draft to find, but an abstention of all.
+    """
+    kinds = {(one.dataset, one.id): one.kind for one in run.questions if one.answerable}
     lines = []
     for labels in (False, True):
         outcomes = [
             one
             for one in run.of(system.name)
-            if (kinds[one.dataset, one.id] == "label") == labels
-            and kinds[one.dataset, one.id] != "long"
+            if kinds.get((one.dataset, one.id)) in (("label",) if labels else ("short",))
             and one.grades
         ]
         pools = [pool_of(one) for one in outcomes if one.drafts]
@@ -300,34 +381,54 @@ def _selections(run: Compared, system: System) -> list[Json]:
 
 def pool_of(outcome: Outcome) -> PoolRights:
     """Return which of a question's usable drafts are right, and whether the selected one is."""
-    usable = [draft for draft in outcome.drafts if draft.usable]
-    chosen = [draft.right for draft in usable if draft.index == outcome.winner]
+    chosen = [draft.right for draft in outcome.choices if draft.index == outcome.winner]
     return PoolRights(
-        rights=tuple(draft.right for draft in usable), selected=chosen[0] if chosen else None
+        rights=tuple(draft.right for draft in outcome.choices),
+        selected=chosen[0] if chosen else None,
     )
 
 
-def _curves(run: Compared, curve: Callable[[Sequence[Outcome]], Json | None]) -> list[Json]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trusted:
+    """The draft that was selected, or would have been: how sure it was, and whether it is right."""
+
+    confidence: float
+    right: bool
+
+
+Curve = Callable[[Sequence[_Trusted]], Json | None]
+
+
+def _curves(run: Compared, curve: Curve) -> list[Json]:
+    """Draw a curve over all questions, those that fell back included: it is to show what to trust.
+
+    Only systems with a confidence have one.
+    """
     curves = []
     for system in run.systems:
-        known = [
-            one
-            for one in run.of(system.name)
-            if one.confidence is not None and one.grades and one.grades.right is not None
-        ]
+        outcomes = [one for one in run.of(system.name) if _is_judged(one)]
+        known = [trusted for one in outcomes if (trusted := _trusted(one)) is not None]
         if len(known) >= _CURVE_QUESTIONS and (found := curve(known)) is not None:
-            curves.append({"system": system.name, **found})
+            curves.append(
+                {"system": system.name, "n": len(known), "questions": len(outcomes), **found}
+            )
     return curves
 
 
-def risk_curve(known: Sequence[Outcome]) -> Json:
-    """Return the share of wrong answers among the most confident ones, for every coverage."""
-    points = risk_coverage([one.confidence or 0.0 for one in known], [one.right for one in known])
+def _trusted(outcome: Outcome) -> _Trusted | None:
+    for draft in outcome.drafts:
+        if draft.index == outcome.winner and draft.confidence is not None:
+            return _Trusted(confidence=draft.confidence, right=draft.right)
+    return None
+
+
+def _risk_curve(known: Sequence[_Trusted]) -> Json:
+    points = risk_coverage([one.confidence for one in known], [one.right for one in known])
     return {"points": [{"coverage": point.coverage, "risk": point.risk} for point in points]}
 
 
-def _reliability(known: Sequence[Outcome]) -> Json | None:
-    confidences, rights = [one.confidence or 0.0 for one in known], [one.right for one in known]
+def _reliability(known: Sequence[_Trusted]) -> Json | None:
+    confidences, rights = [one.confidence for one in known], [one.right for one in known]
     measures = calibration_measures(confidences, rights)
     if measures is None:
         return None
@@ -419,7 +520,7 @@ _WHYS = (
 def _why(outcome: Outcome, standard: Outcome | None) -> str | None:
     if outcome.grades is None or outcome.grades.right is None:
         return None
-    some_right = any(draft.right and draft.usable for draft in outcome.drafts)
+    some_right = any(draft.right for draft in outcome.choices)
     if not outcome.right and (outcome.confidence or 0.0) >= _SURE:
         return _WHYS[0]
     if not outcome.right and some_right:
@@ -449,9 +550,14 @@ def recommendation(summary: Json) -> str:
     if BASELINE not in rows:
         return f"No recommendation: {BASELINE} is not among the systems, so nothing is compared."
     ours = [row for row in summary["systems"] if row["name"].startswith("speculative")]
-    ours = [row for row in ours if row["against_standard"]["difference"]]
+    if ours and all(row["fallback"] == 1 for row in ours):
+        return "No recommendation: Speculative RAG fell back to standard RAG on every question."
+    ours = [r for r in ours if r["against_standard"]["difference"] and r["fallback"] != 1]
     if not ours:
-        return "No recommendation: no form of Speculative RAG has been judged beside standard RAG."
+        return (
+            "No recommendation: no form of Speculative RAG has been judged beside standard RAG. "
+            "Answers of many words are judged by no rule, only by --judge."
+        )
     best = max(ours, key=_merit)
     among = "" if len(ours) == 1 else f" It is the best of {len(ours)}: confirm it on others."
     return f"{_advice(best)}{among}"
@@ -461,7 +567,7 @@ def _advice(row: Json) -> str:
     name, against = row["name"], row["against_standard"]
     number, speed = against["difference"]["n"], against["speedup"]
     told = f"{name} {_points(against['difference'])} against standard RAG on {number} questions"
-    told += f", {_times(speed)} as fast" if speed else ", without uncached timings"
+    told += f", {_times(speed, number)} as fast" if speed else ", without uncached timings"
     faster = speed is not None and speed["low"] > 1
     if against["verdict"] == "better":
         return f"Use {name}: {told}."
@@ -469,8 +575,10 @@ def _advice(row: Json) -> str:
         return f"Standard RAG is better here; use it: {told}."
     if against["verdict"] == "inconclusive":
         wanted = against["questions_needed"]
+        settled = f"; about {wanted:,} questions would settle whether it is as good within 3 points"
+        more = settled if wanted > number >= _ENOUGH else ""
         advice = "" if faster else " Until then use standard RAG."
-        return f"Inconclusive: {told}; about {wanted:,} questions would settle it.{advice}"
+        return f"Inconclusive: {told}{more}.{advice}"
     if faster:
         return f"Use {name}: as good and faster: {told}."
     if speed is None:
@@ -491,10 +599,12 @@ def _points(interval: Json) -> str:
     return f"{100 * interval['value']:+.1f} points (95 %: {low:+.1f} to {high:+.1f})"
 
 
-def _times(interval: Json) -> str:
-    if interval["high"] is None:
-        return f"{interval['value']:.2f} times (too few questions for an interval)"
-    return f"{interval['value']:.2f} times ({interval['low']:.2f} to {interval['high']:.2f})"
+def _times(interval: Json, number: int) -> str:
+    ends = "too few questions for an interval"
+    if interval["high"] is not None:
+        ends = f"{interval['low']:.2f} to {interval['high']:.2f}"
+    timed = "" if interval["n"] == number else f", {interval['n']} of them timed"
+    return f"{interval['value']:.2f} times ({ends}{timed})"
 
 
 # -------------------------------------------------------------------- small things

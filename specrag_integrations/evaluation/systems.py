@@ -7,13 +7,15 @@ three drafts of four passages, and a vote instead of the best score.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
-from specrag_integrations.confidence import Calibration
+from specrag_integrations.confidence import Calibration, named
 from specrag_integrations.engine import Engine
 from specrag_integrations.errors import ConfigurationError
 from specrag_integrations.evaluation.baselines import LangChainStuff, LlamaIndexCompact
@@ -21,7 +23,12 @@ from specrag_integrations.evaluation.cache import CachedModel
 from specrag_integrations.evaluation.questions import Question
 from specrag_integrations.models import Message
 from specrag_integrations.passages import Passage
-from specrag_integrations.pipeline import NUM_DRAFTS, SpeculativeRAG
+from specrag_integrations.pipeline import (
+    NUM_DRAFTS,
+    PARTITIONER,
+    PASSAGES_PER_DRAFT,
+    SpeculativeRAG,
+)
 from specrag_integrations.prompts import draft_messages
 from specrag_integrations.scores import TIERS, Scoring
 from specrag_integrations.selection import AnswerVote, Listwise, SinglePrompt
@@ -92,6 +99,8 @@ GROUPS: Mapping[str, Sequence[str]] = MappingProxyType(
     }
 )
 """Names that stand for several systems."""
+_STAND_FOR = {**GROUPS, **dict.fromkeys(("oracle", "random_draft"), ("speculative",))}
+"""The bounds come with every system that drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +149,18 @@ class System:
         """Whether it is a kind of Speculative RAG."""
         return self.base == "speculative"
 
+    def setup(self, models: Models, question: Question) -> str:
+        """Return a hash of all that the name stands for today, in one set of questions.
+
+        Defaults may change from release to release, and a calibration is known by its file.
+        """
+        defaults = [NUM_DRAFTS, PASSAGES_PER_DRAFT, named(PARTITIONER)] if self.drafts else []
+        options = {name: _told(value) for name, value in self.options.items()}
+        calibration = asdict(models.calibration) if self.calibrated and models.calibration else {}
+        known = [self.base, self.top, defaults, options, self.scoring, calibration]
+        told = json.dumps([*known, _instructions(question)], sort_keys=True)
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
+
     def role_of(self, role: ModelRole) -> ModelRole:
         """Return which of the two models takes a part: an engine alone knows but one."""
         if self.base == "drafter_only":
@@ -186,7 +207,7 @@ def parse_systems(text: str) -> list[System]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise ConfigurationError(f"no system is named; for example {','.join(GROUPS['main'])}")
-    members = [member for name in names for member in GROUPS.get(name, [name])]
+    members = [member for name in names for member in _STAND_FOR.get(name, [name])]
     return [system_named(name) for name in dict.fromkeys(members)]
 
 
@@ -209,11 +230,17 @@ def system_named(name: str) -> System:
     """
     base, *modifiers = name.split("+")
     if base not in _BASES:
+        if name in GROUPS:
+            raise ConfigurationError(f"{name!r} stands for several systems; name one of them")
         known = ", ".join([*_BASES, *GROUPS])
         raise ConfigurationError(f"the system {name!r} is unknown; there are {known}")
     system = System(name=name, base=cast(Base, base))
     for modifier in modifiers:
         found = _modified(system, modifier)
+        if found is not None and _parts(found) == _parts(system):
+            raise ConfigurationError(
+                f"the system {name!r}: {modifier!r} replaces another part of it"
+            )
         if found is None:
             raise ConfigurationError(
                 f"the system {name!r}: {base} has no {modifier!r}; it takes "
@@ -221,6 +248,12 @@ def system_named(name: str) -> System:
             )
         system = found
     return _anchored(system)
+
+
+def _parts(system: System) -> int:
+    """Count what differs from the base."""
+    flags = (system.top, system.rationale, system.self_drafting, system.calibrated)
+    return len(system.options) + len(system.scoring) + sum(map(bool, flags))
 
 
 def _modified(system: System, modifier: str) -> System | None:
@@ -279,6 +312,10 @@ def _with_rationale(instructions: str | None) -> Template:
     return template
 
 
+def _told(value: Any) -> Any:
+    return named(value) if is_dataclass(value) else value
+
+
 Change = Callable[[System], System]
 
 
@@ -312,7 +349,6 @@ _CHANGES: Mapping[Base, Mapping[str, Change]] = {
         "evidence": _scoring(evidence="passages"),
         "refine": _option(refine="always"),
         "refine_when_unsure": _option(refine="when_unsure"),
-        "no_fallback": _option(fallback=None),
         "self_drafting": _field(self_drafting=True),
         "calibrated": _field(calibrated=True),
     },
