@@ -2685,11 +2685,11 @@ MUTANTS = [
         "",
     ),
     mutant(
-        "failures far apart end a run",
+        "an outcome is kept again with each that follows",
         OWN,
-        "evaluation/runs: eval_runs::a_server_that_hangs_does_not_fill_the_run_with_failures",
-        "[*failed, outcome] if outcome.failed else []",
-        "[*failed, outcome] if outcome.failed else failed",
+        "evaluation/runs: eval_runs::each_system_answers_each_question_in_a_rotated_order",
+        "                failed = []\n",
+        "",
     ),
     mutant(
         "a right draft in other words is wrong",
