@@ -6,8 +6,9 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from specrag_integrations.answers import Answer, Trace
 from specrag_integrations.citations import (
@@ -40,6 +41,7 @@ from specrag_integrations.spans import without_thinking
 from specrag_integrations.usage import StepUsage, Usage
 
 log = logging.getLogger("specrag_integrations")
+T = TypeVar("T")
 
 Template = Callable[[str, Sequence[Passage], Sequence[Message]], tuple[Message, ...]]
 """(question, passages, history) -> the prompt: an application's own words."""
@@ -59,6 +61,33 @@ class Written:
     first_token: float
     """Seconds from the question to the first piece of text."""
     notes: tuple[str, ...]
+
+
+async def in_time(
+    writing: Coroutine[Any, Any, T], *, clock: Clock, model: ChatModel, who: str
+) -> T:
+    """Await an answer that is being written, in the time that is left; `who` writes it.
+
+    Raises:
+        NoAnswerError: the deadline passed (DEADLINE), or the model failed (FALLBACK_FAILED).
+    """
+    scope = asyncio.timeout(clock.left)
+    try:
+        async with scope:
+            return await writing
+    except TimeoutError as error:
+        if not scope.expired():
+            raise
+        raise NoAnswerError(
+            f"no answer within the deadline: {model.name} was still writing",
+            reason=NoAnswerReason.DEADLINE,
+        ) from error
+    except EndpointError as error:
+        raise NoAnswerError(
+            f"{who} failed: {error}",
+            reason=NoAnswerReason.FALLBACK_FAILED,
+            failures=[str(error)],
+        ) from error
 
 
 class StandardRAG(Engine):
@@ -135,25 +164,10 @@ class StandardRAG(Engine):
         Raises:
             NoAnswerError: the deadline passed (DEADLINE), or the model failed (FALLBACK_FAILED).
         """
-        scope = asyncio.timeout(clock.left)
-        try:
-            async with scope:
-                return await self._write(
-                    question, passages, history=history, clock=clock, emit=emit, kind=kind
-                )
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
-            raise NoAnswerError(
-                f"no answer within the deadline: {self.model.name} was still writing",
-                reason=NoAnswerReason.DEADLINE,
-            ) from error
-        except EndpointError as error:
-            raise NoAnswerError(
-                f"standard RAG failed: {error}",
-                reason=NoAnswerReason.FALLBACK_FAILED,
-                failures=[str(error)],
-            ) from error
+        writing = self._write(
+            question, passages, history=history, clock=clock, emit=emit, kind=kind
+        )
+        return await in_time(writing, clock=clock, model=self.model, who="standard RAG")
 
     async def _write(
         self,

@@ -310,6 +310,8 @@ def test_curves_need_a_confidence() -> None:
     (curve,) = summary_of(sure, "speculative", 12)["risk_coverage"]
     assert curve["points"][-1] == {"coverage": 1.0, "risk": 0.5}
     assert summary_of(sure, "speculative", 12)["reliability"][0]["bins"]
+    assert summary_of(sure[:10], "speculative", 10)["risk_coverage"]
+    assert not summary_of(sure[:9], "speculative", 9)["risk_coverage"]  # too few to say anything
 
 
 def test_curves_cover_the_questions_that_fell_back() -> None:

@@ -8,7 +8,6 @@ made, never with this module.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import time
@@ -23,18 +22,15 @@ from specrag_integrations.engine import Clock, Engine
 from specrag_integrations.errors import (
     ConfigurationError,
     ContextTooSmallError,
-    EndpointError,
     MalformedReplyError,
     MissingDependencyError,
-    NoAnswerError,
-    NoAnswerReason,
 )
 from specrag_integrations.events import DeltaEvent, Emit, PassagesEvent
 from specrag_integrations.models import ChatModel, ChatReply, ChatRequest, Message, Role, Step
 from specrag_integrations.options import checked_whole
 from specrag_integrations.passages import Passage, Usable
 from specrag_integrations.prompts import answer_messages, numbered
-from specrag_integrations.standard import Shown
+from specrag_integrations.standard import Shown, in_time
 from specrag_integrations.usage import StepUsage, Usage
 
 log = logging.getLogger("specrag_integrations")
@@ -169,28 +165,13 @@ class _Framework(Engine):
         if history and self.prompt == "default":
             notes.append(f"{self.framework}'s own prompt has no place for earlier turns")
         shown = Shown(len(usable.passages))
-        scope = asyncio.timeout(clock.left)
-        try:
-            async with scope:
-                first_token = await self._show(
-                    shown,
-                    self._pieces(question, usable.passages, history, asked),
-                    clock=clock,
-                    emit=emit,
-                )
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
-            raise NoAnswerError(
-                f"no answer within the deadline: {self.model.name} was still writing",
-                reason=NoAnswerReason.DEADLINE,
-            ) from error
-        except EndpointError as error:
-            raise NoAnswerError(
-                f"{self.framework} failed: {error}",
-                reason=NoAnswerReason.FALLBACK_FAILED,
-                failures=[str(error)],
-            ) from error
+        writing = self._show(
+            shown,
+            self._pieces(question, usable.passages, history, asked),
+            clock=clock,
+            emit=emit,
+        )
+        first_token = await in_time(writing, clock=clock, model=self.model, who=self.framework)
         if len(asked.steps) > 1:
             notes.append(f"{self.framework} asked {len(asked.steps)} times")
         notes += asked.notes
