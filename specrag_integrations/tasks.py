@@ -36,16 +36,22 @@ class Tasks:
 
     async def until_first(self, *coroutines: Coroutine[Any, Any, object]) -> None:
         """Run all until one ends, as the others do with the block; its exception is raised."""
-        tasks = [self.start(coroutine) for coroutine in coroutines]
+        tasks = self._start_all(coroutines)
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
 
     async def all_of(self, coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
         """Run all; the first exception ends the wait and is raised as itself."""
-        tasks = [self.start(coroutine) for coroutine in coroutines]
+        tasks = self._start_all(coroutines)
         if not tasks:
             return
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             task.result()
+
+    def _start_all(self, coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[asyncio.Task[T]]:
+        if self._leaving:  # none of them may be left without an end
+            for coroutine in coroutines[1:]:
+                coroutine.close()
+        return [self.start(coroutine) for coroutine in coroutines]
