@@ -165,28 +165,37 @@ class _Models:
         return not (self.drafter or self.verifier)
 
 
-def _model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options that say which models answer, and them as `models`."""
+def _gathered(name: str, kind: type, *options: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a decorator that gives a command some options, and their values as one `kind`."""
 
-    @functools.wraps(command)
-    def with_models(**options: Any) -> None:
-        fields = {field.name: options.pop(field.name) for field in dataclasses.fields(_Models)}
-        command(models=_Models(**fields), **options)
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_values(**given: Any) -> None:
+            values = {field.name: given.pop(field.name) for field in dataclasses.fields(kind)}
+            command(**{name: kind(**values)}, **given)
 
-    for option in (
-        click.option("--registry", metavar="FILE", help=_REGISTRY_HELP),
-        click.option("--verifier-model", metavar="M", help=f"Its model.  [{VERIFIER}]"),
-        click.option("--verifier", metavar="URL", help="Endpoint of the verifier."),
-        click.option(
-            "--drafter-model",
-            metavar="M",
-            help="Its model; without a URL, a name of `specrag models list` or a GGUF file."
-            f"  [{DRAFTER}]",
-        ),
-        click.option("--drafter", metavar="URL", help="OpenAI-compatible endpoint of the drafter."),
-    ):
-        with_models = option(with_models)
-    return with_models
+        for option in options:
+            with_values = option(with_values)
+        return with_values
+
+    return decorated
+
+
+_model_options = _gathered(
+    "models",
+    _Models,
+    click.option("--registry", metavar="FILE", help=_REGISTRY_HELP),
+    click.option("--verifier-model", metavar="M", help=f"Its model.  [{VERIFIER}]"),
+    click.option("--verifier", metavar="URL", help="Endpoint of the verifier."),
+    click.option(
+        "--drafter-model",
+        metavar="M",
+        help="Its model; without a URL, a name of `specrag models list` or a GGUF file."
+        f"  [{DRAFTER}]",
+    ),
+    click.option("--drafter", metavar="URL", help="OpenAI-compatible endpoint of the drafter."),
+)
+"""The options that say which models answer."""
 
 
 @contextmanager
@@ -500,46 +509,6 @@ def doctor(
 # -------------------------------------------------------------------- eval, report, calibrate
 
 
-def _data_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the data it asks questions from, and which questions, as `data`."""
-
-    @functools.wraps(command)
-    def with_data(**options: Any) -> None:
-        fields = {field.name: options.pop(field.name) for field in dataclasses.fields(_Data)}
-        command(data=_Data(**fields), **options)
-
-    for option in (
-        click.option(
-            "--fresh", is_flag=True, help="Ask anew what is in the cache of replies, for timings."
-        ),
-        click.option(
-            "--seed", type=int, default=0, metavar="N", help="Which questions --limit takes."
-        ),
-        click.option(
-            "--skip",
-            type=click.IntRange(min=0),
-            default=0,
-            metavar="N",
-            help="Leave out the first N of those drawn, to confirm a choice on others.",
-        ),
-        click.option(
-            "--limit",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help="Questions of each file.  [all]",
-        ),
-        click.option(
-            "--top", type=click.IntRange(min=1), metavar="N", help="Passages from --docs.  [10]"
-        ),
-        click.option(
-            "--docs", multiple=True, metavar="PATH", help="Where rows without passages find them."
-        ),
-        click.argument("files", nargs=-1, metavar="[DATA]..."),
-    ):
-        with_data = option(with_data)
-    return with_data
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Data:
     """Which questions are asked."""
@@ -566,6 +535,36 @@ class _Data:
             seed=self.seed,
         )
 
+
+_data_options = _gathered(
+    "data",
+    _Data,
+    click.option(
+        "--fresh", is_flag=True, help="Ask anew what is in the cache of replies, for timings."
+    ),
+    click.option("--seed", type=int, default=0, metavar="N", help="Which questions --limit takes."),
+    click.option(
+        "--skip",
+        type=click.IntRange(min=0),
+        default=0,
+        metavar="N",
+        help="Leave out the first N of those drawn, to confirm a choice on others.",
+    ),
+    click.option(
+        "--limit",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Questions of each file.  [all]",
+    ),
+    click.option(
+        "--top", type=click.IntRange(min=1), metavar="N", help="Passages from --docs.  [10]"
+    ),
+    click.option(
+        "--docs", multiple=True, metavar="PATH", help="Where rows without passages find them."
+    ),
+    click.argument("files", nargs=-1, metavar="[DATA]..."),
+)
+"""The options that say which questions are asked."""
 
 _PRICES_HELP = (
     "What a role's tokens cost in $ per million, as ROLE=READ:WRITTEN, or its hardware in $ an "
@@ -846,12 +845,12 @@ def report(*, folder: str, prices: tuple[str, ...], features: str | None, table:
     from specrag_integrations.evaluation.systems import system_named
 
     priced = _prices(prices)
+    inside = bool(features and Path(features).resolve().is_relative_to(Path(folder).resolve()))
+    _or_usage(wrong=inside, message=f"--features {features} lies in {folder}: name another")
     with RunFolder(Path(folder)) as run:
         systems = [system_named(name) for name in dict.fromkeys(o.system for o in run.outcomes)]
         summary = run.summarise(run.questions, systems, prices=priced)
         if features:
-            inside = Path(features).resolve().is_relative_to(Path(folder).resolve())
-            _or_usage(wrong=inside, message=f"--features {features} lies in {folder}: name another")
             try:
                 write_outcomes(Path(features), run.outcomes, texts=False)
             except OSError as error:

@@ -8,7 +8,6 @@ thresholds that keep a promise. A `Calibration` holds that, with the set-up it h
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import math
@@ -24,7 +23,7 @@ from typing import Any, Literal, Self, get_args
 from specrag_integrations.errors import ConfigurationError
 from specrag_integrations.models import Capabilities, ChatModel
 from specrag_integrations.passages import Passage
-from specrag_integrations.prompts import check_messages, draft_messages, draft_text
+from specrag_integrations.prompts import check_messages, draft_messages, draft_text, turns_hash
 from specrag_integrations.scores import TIERS, Score, Scoring, TierName
 from specrag_integrations.tasks import Tasks
 
@@ -104,8 +103,7 @@ def prompt_hash(scoring: Scoring, instructions: str | None = None) -> str:
         *draft_messages("question", passages, instructions=instructions),
         *check_messages("question", draft=draft, passages=shown),
     )
-    told = json.dumps([turn.to_dict() for turn in turns])
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+    return turns_hash(turns)
 
 
 def named(thing: object) -> str:

@@ -55,8 +55,6 @@ _TIERS = {
 _NONE = "-"
 _LINE_SECONDS = 60.0
 _WIDEST = 1000
-_BOUNDS = frozenset({"oracle", "random_draft"})
-"""Systems that nobody has asked: what selecting among the drafts could reach, and must beat."""
 
 
 # -------------------------------------------------------------------- consoles and text
@@ -609,7 +607,7 @@ def _show_forecast(out: Console, found: Forecast) -> None:
 def show_evaluation(out: Console, summary: Mapping[str, Any]) -> None:
     """Print how the systems compare, and what to do."""
     _show_columns(out, "right or wrong", _RIGHT_COLUMNS.items(), summary["systems"])
-    asked = [row for row in summary["systems"] if row["name"] not in _BOUNDS]
+    asked = [row for row in summary["systems"] if not row["bound"]]
     _show_columns(out, "time and tokens", _TIME_COLUMNS.items(), asked)
     _show_columns(out, "selection", _SELECTION_COLUMNS.items(), summary["selection"])
     judged = [row for row in summary["systems"] if _is_judged(row)]

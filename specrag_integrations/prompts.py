@@ -164,6 +164,11 @@ def prompts_hash() -> str:
         *single_prompt_messages("question", drafts),
         *refine_messages("question", passages, rationale="rationale", answer="answer"),
     )
+    return turns_hash(turns)
+
+
+def turns_hash(turns: Sequence[Message]) -> str:
+    """Return a short hash of some turns."""
     told = json.dumps([turn.to_dict() for turn in turns])
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 

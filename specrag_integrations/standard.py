@@ -63,6 +63,35 @@ class Written:
     notes: tuple[str, ...]
 
 
+def answer_of(
+    text: str,
+    *,
+    usable: Usable,
+    passages: tuple[Passage, ...],
+    steps: tuple[StepUsage, ...],
+    notes: tuple[str, ...],
+    first_token: float,
+    clock: Clock,
+) -> Answer:
+    """Return the answer that was written from `passages` now, and log its notes."""
+    for note in notes:
+        log.info("%s", note)
+    return Answer(
+        text=text,
+        passages=passages,
+        citations=cited_numbers(text, len(passages)),
+        abstained=is_abstention(text),
+        trace=Trace(
+            passages=usable.passages,
+            notes=notes,
+            stages={"answer": clock.elapsed},
+            seconds=clock.elapsed,
+            first_token=first_token,
+        ),
+        usage=Usage(steps=steps),
+    )
+
+
 async def in_time(
     writing: Coroutine[Any, Any, T], *, clock: Clock, model: ChatModel, who: str
 ) -> T:
@@ -132,21 +161,14 @@ class StandardRAG(Engine):
         written = await self.write_in_time(
             question, usable.passages, history=history, clock=clock, emit=emit
         )
-        for note in (*usable.dropped, *written.notes):
-            log.info("%s", note)
-        return Answer(
-            text=written.text,
+        return answer_of(
+            written.text,
+            usable=usable,
             passages=written.passages,
-            citations=cited_numbers(written.text, len(written.passages)),
-            abstained=is_abstention(written.text),
-            trace=Trace(
-                passages=usable.passages,
-                notes=(*usable.dropped, *written.notes),
-                stages={"answer": clock.elapsed},
-                seconds=clock.elapsed,
-                first_token=written.first_token,
-            ),
-            usage=Usage(steps=(written.usage,)),
+            steps=(written.usage,),
+            notes=(*usable.dropped, *written.notes),
+            first_token=written.first_token,
+            clock=clock,
         )
 
     async def write_in_time(

@@ -171,7 +171,7 @@ def whole() -> dict[str, Any]:
             system("standard", 0.52, 4.1),
             speculative,
             system("slow_and_wrong", 0.41, 6.0, errors=2),
-            system("oracle", 0.7, None),
+            system("oracle", 0.7, None, bound=True),
             system("replayed", 0.45, None),
         ],
         "selection": [

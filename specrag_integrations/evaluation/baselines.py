@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from functools import cache
 from typing import Any, Literal, cast, get_args
 
-from specrag_integrations.answers import Answer, Trace
-from specrag_integrations.citations import cited_numbers, is_abstention, without_citations
+from specrag_integrations.answers import Answer
+from specrag_integrations.citations import without_citations
 from specrag_integrations.engine import Clock, Engine
 from specrag_integrations.errors import (
     ConfigurationError,
@@ -30,8 +30,8 @@ from specrag_integrations.models import ChatModel, ChatReply, ChatRequest, Messa
 from specrag_integrations.options import checked_whole
 from specrag_integrations.passages import Passage, Usable
 from specrag_integrations.prompts import answer_messages, numbered
-from specrag_integrations.standard import Shown, in_time
-from specrag_integrations.usage import StepUsage, Usage
+from specrag_integrations.standard import Shown, answer_of, in_time
+from specrag_integrations.usage import StepUsage
 
 log = logging.getLogger("specrag_integrations")
 
@@ -174,22 +174,14 @@ class _Framework(Engine):
         first_token = await in_time(writing, clock=clock, model=self.model, who=self.framework)
         if len(asked.steps) > 1:
             notes.append(f"{self.framework} asked {len(asked.steps)} times")
-        notes += asked.notes
-        for note in notes:
-            log.info("%s", note)
-        return Answer(
-            text=shown.text,
+        return answer_of(
+            shown.text,
+            usable=usable,
             passages=usable.passages,
-            citations=cited_numbers(shown.text, len(usable.passages)),
-            abstained=is_abstention(shown.text),
-            trace=Trace(
-                passages=usable.passages,
-                notes=tuple(notes),
-                stages={"answer": clock.elapsed},
-                seconds=clock.elapsed,
-                first_token=first_token,
-            ),
-            usage=Usage(steps=tuple(asked.steps)),
+            steps=tuple(asked.steps),
+            notes=(*notes, *asked.notes),
+            first_token=first_token,
+            clock=clock,
         )
 
     async def _show(

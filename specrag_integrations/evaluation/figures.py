@@ -40,8 +40,6 @@ _STAGES = {
     "answer": 4,
 }
 """The stages in their order and the colours they keep."""
-_BOUNDS = frozenset({"oracle", "random_draft"})
-"""Systems that nobody runs, so that they have no time: they are no dot, and are not missed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +98,10 @@ def frontier(systems: Sequence[Mapping[str, Any]]) -> Figure | None:
     if not timed:
         return None
     best = {one.name for one in timed if not any(_beats(other, one) for other in timed)}
-    drawn = {one.name for one in timed} | _BOUNDS
-    left_out = [system["name"] for system in systems if system["name"] not in drawn]
+    drawn = {one.name for one in timed}
+    # Bounds are asked by nobody, so that they have no time, and are not missed.
+    asked = [system["name"] for system in systems if not system["bound"]]
+    left_out = [name for name in asked if name not in drawn]
     title = "Accuracy against time"
     description = (
         "One dot per system: the share of right answers with its interval, against the median "

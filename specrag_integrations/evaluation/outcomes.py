@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -72,6 +72,12 @@ class Tokens:
     completion: int | None = 0
     busy: float | None = None
     """Seconds in which at least one of its requests was under way: what a rented GPU costs."""
+
+
+def summed(counts: Sequence[int | None]) -> int | None:
+    """Return the sum; None where one of them is not known."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,7 @@ _SUMMARY: dict[str, Any] = {
         {
             "name": "unnamed",
             "description": "",
+            "bound": False,
             "questions": None,
             "errors": 0,
             "accuracy": _ESTIMATE,

@@ -26,7 +26,7 @@ from specrag_integrations.errors import (
 )
 from specrag_integrations.evaluation.cache import CachedModel, ReplyCache
 from specrag_integrations.evaluation.metrics import grade
-from specrag_integrations.evaluation.outcomes import DraftOutcome, Outcome, Tokens
+from specrag_integrations.evaluation.outcomes import DraftOutcome, Outcome, Tokens, summed
 from specrag_integrations.evaluation.questions import Question
 from specrag_integrations.evaluation.systems import Models, System
 from specrag_integrations.models import ChatRequest, Step, user
@@ -145,7 +145,7 @@ class Run:
         for engine in self.engines() if open_ else []:
             await engine.awarmup()  # imports and trials are no part of a question
         total = len(self.questions) * len(self.systems)
-        failed: list[Outcome] = []
+        waiting: list[Outcome] = []  # to be kept once it is known not to be the server
         remaining = _Remaining([system.name for system, _ in open_])
         for system, question in open_:
             show(
@@ -159,17 +159,17 @@ class Run:
             )
             started = time.perf_counter()
             outcome = await self.answer(system, question)
-            failed.append(outcome)
-            if len(failed) == _MOST_FAILURES and outcome.failed:
+            waiting.append(outcome)
+            if len(waiting) == _MOST_FAILURES and outcome.failed:
                 raise EvaluationError(
                     f"{_MOST_FAILURES} failures in a row, at last: {outcome.error}"
                 )
             if not outcome.failed:
-                for one in failed:
+                for one in waiting:
                     keep(one)
-                failed = []
+                waiting = []
             remaining.tick(system.name, time.perf_counter() - started)
-        for one in failed:
+        for one in waiting:
             keep(one)
 
     async def answer(self, system: System, question: Question) -> Outcome:
@@ -356,16 +356,10 @@ def _tokens(
     own = [step for step in steps if system.role_of(step.role) == role]
     counts = [step.count for step in own]
     return Tokens(
-        prompt=_total([count.prompt for count in counts]),
-        completion=_total([count.completion for count in counts]),
+        prompt=summed([count.prompt for count in counts]),
+        completion=summed([count.completion for count in counts]),
         busy=None if replayed else _union((s.arrived - s.seconds, s.arrived) for s in own),
     )
-
-
-def _total(counts: Sequence[int | None]) -> int | None:
-    """Return the sum; None where a server did not count."""
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:

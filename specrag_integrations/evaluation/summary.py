@@ -6,7 +6,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -25,7 +25,13 @@ from specrag_integrations.evaluation.intervals import (
     share_interval,
 )
 from specrag_integrations.evaluation.metrics import majority
-from specrag_integrations.evaluation.outcomes import DraftOutcome, Grades, Outcome, Tokens
+from specrag_integrations.evaluation.outcomes import (
+    DraftOutcome,
+    Grades,
+    Outcome,
+    Tokens,
+    summed,
+)
 from specrag_integrations.evaluation.questions import Question
 from specrag_integrations.evaluation.ragas import Judgement
 from specrag_integrations.evaluation.runs import Key
@@ -121,6 +127,7 @@ def _system(run: Compared, system: System, prices: Prices | None) -> Json:
     return {
         "name": system.name,
         "description": system.description,
+        "bound": False,
         "questions": len(outcomes),
         "errors": sum(one.error is not None for one in outcomes),
         "accuracy": _dict(_share(one.right for one in judged)),
@@ -160,7 +167,7 @@ def _against_standard(run: Compared, system: System) -> Json | None:
     timed = [(ours.seconds, theirs.seconds) for ours, theirs in pairs]
     both = [(a, b) for a, b in timed if a and b]
     ours, theirs = (
-        _sum([_read_and_written(one.verifier) for one in side])
+        summed([_read_and_written(one.verifier) for one in side])
         for side in (run.of(system.name), run.of(BASELINE))
     )
     return {
@@ -182,7 +189,7 @@ def _is_judged(outcome: Outcome) -> bool:
 
 
 def _difference(pairs: Sequence[tuple[Outcome, Outcome]]) -> Difference | None:
-    judged = [(a, b) for a, b in pairs if b.grades and b.grades.right is not None]
+    judged = [(a, b) for a, b in pairs if _is_judged(b)]
     if not judged:
         return None
     return paired_difference([a.right for a, _ in judged], [b.right for _, b in judged])
@@ -229,8 +236,8 @@ def _stages(timed: Sequence[Outcome]) -> dict[str, float]:
 def _tokens(found: Sequence[Tokens]) -> dict[str, float | None]:
     """Return a role's tokens for a question, on average; None where a server did not count."""
     totals = {
-        "prompt": _sum([one.prompt for one in found]),
-        "completion": _sum([one.completion for one in found]),
+        "prompt": summed([one.prompt for one in found]),
+        "completion": summed([one.completion for one in found]),
     }
     return {
         name: None if total is None else total / max(1, len(found))
@@ -239,17 +246,12 @@ def _tokens(found: Sequence[Tokens]) -> dict[str, float | None]:
 
 
 def _read_and_written(tokens: Tokens) -> int | None:
-    return _sum([tokens.prompt, tokens.completion])
-
-
-def _sum(counts: Sequence[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
+    return summed([tokens.prompt, tokens.completion])
 
 
 def _decoded_by_drafter(outcomes: Sequence[Outcome]) -> float | None:
-    ours = _sum([one.drafter.completion for one in outcomes])
-    theirs = _sum([one.verifier.completion for one in outcomes])
+    ours = summed([one.drafter.completion for one in outcomes])
+    theirs = summed([one.verifier.completion for one in outcomes])
     if ours is None or theirs is None or not ours + theirs:
         return None
     return ours / (ours + theirs)
@@ -304,20 +306,14 @@ def _bounds(run: Compared) -> list[Json]:
         "oracle": f"the best draft of {ours.name}, if one knew",
         "random_draft": f"any draft of {ours.name}",
     }
-    bounds = Compared(
-        questions=run.questions,
-        systems=run.systems,
-        by_system={
-            **run.by_system,
-            **{name: {one.key[:2]: one for one in found} for name, found in picked.items()},
-        },
-        judgements=run.judgements,
-    )
+    added = {name: {one.key[:2]: one for one in found} for name, found in picked.items()}
+    bounds = replace(run, by_system={**run.by_system, **added})
     nothing = dict.fromkeys(("exact", "words", "abstained", "fallback", "decoded_by_drafter"))
     return [
         {
             **_system(bounds, System(name=name, base="speculative"), None),
             **nothing,
+            "bound": True,
             "description": told[name],
         }
         for name in picked
@@ -486,7 +482,6 @@ def _failures(run: Compared) -> list[Json]:
         if why is not None:
             found.append((why, question, outcome))
     found.sort(key=lambda item: _WHYS.index(item[0]))
-    kept = [item for why in _WHYS for item in found if item[0] == why]
     return [
         {
             "dataset": question.dataset,
@@ -504,7 +499,7 @@ def _failures(run: Compared) -> list[Json]:
             ],
             "drafts": [_shown(draft, outcome) for draft in outcome.drafts],
         }
-        for why, question, outcome in kept[:_SHOWN_FAILURES]
+        for why, question, outcome in found[:_SHOWN_FAILURES]
     ]
 
 
@@ -518,7 +513,7 @@ _WHYS = (
 
 
 def _why(outcome: Outcome, standard: Outcome | None) -> str | None:
-    if outcome.grades is None or outcome.grades.right is None:
+    if not _is_judged(outcome):
         return None
     some_right = any(draft.right for draft in outcome.choices)
     if not outcome.right and (outcome.confidence or 0.0) >= _SURE:

@@ -2284,7 +2284,7 @@ MUTANTS = [
     mutant(
         "tokens nobody counted are free",
         OWN,
-        "evaluation/runs: eval_runs::tokens_that_a_server_does_not_count_are_unknown",
+        "evaluation/outcomes: eval_runs::tokens_that_a_server_does_not_count_are_unknown",
         "sum(known) if len(known) == len(counts) else None",
         "sum(known)",
     ),
@@ -2688,7 +2688,7 @@ MUTANTS = [
         "an outcome is kept again with each that follows",
         OWN,
         "evaluation/runs: eval_runs::each_system_answers_each_question_in_a_rotated_order",
-        "                failed = []\n",
+        "                waiting = []\n",
         "",
     ),
     mutant(
