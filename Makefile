@@ -48,15 +48,16 @@ test-vllm: .venv/dev  ## The tests against a real vLLM on the CPU; 3 GB in the c
 	installed=$$(tests/vllm/install.sh $(PYTHON)) && \
 		SPECRAG_VLLM="$$installed" $(BIN)/python -m pytest -m vllm tests/test_vllm.py
 
-test-mutants: .venv/dev  ## Each listed defect, put into the code, must fail a test (5 minutes)
+test-mutants: .venv/dev  ## Each listed defect, put into the code, must fail a test (13 minutes)
 	$(BIN)/python tests/mutants/run.py
 
 notebooks: .venv/dev  ## Run the notebooks on embedded endpoints (4 minutes)
 	$(BIN)/python -m pytest --nbmake --nbmake-timeout=900 notebooks
 
-bench: .venv/dev  ## Print what importing the package and k-means cost
+bench: .venv/dev  ## Print what importing the package and k-means cost, and how good intervals are
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/kmeans.py
+	$(BIN)/python benchmarks/interval_coverage.py
 
 eval-smoke: .venv/demo  ## A real evaluation of 8 questions with SmolLM2, and its report (2 minutes)
 	rm -rf build/eval-smoke
