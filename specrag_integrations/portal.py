@@ -190,6 +190,9 @@ class Portal:
 
 async def _end(close: Callable[[], Awaitable[None]], seconds: float) -> None:
     loop = asyncio.get_running_loop()
+    # No thread can be started any more, so tasks may have failed already (the HTTP client looks up
+    # names in one); nobody is left to be told.
+    loop.set_exception_handler(lambda *_: None)
     deadline = loop.time() + seconds
     # A task that is cancelled may start others to clean up.
     while (tasks := asyncio.all_tasks() - {asyncio.current_task()}) and loop.time() < deadline:

@@ -458,9 +458,15 @@ def test_leaving_without_closing_is_quiet(server):
     assert ended(start(server, script, "-W", "always")) == ["True"]
 
 
-def test_a_stream_that_is_still_held_does_not_keep_the_interpreter(server):
-    """A script that ends in the middle of a synchronous stream ends."""
-    script = """
+@pytest.mark.parametrize("seconds", [0, 1])
+def test_a_stream_that_is_still_held_does_not_keep_the_interpreter(server, seconds):
+    """A script that ends in the middle of a synchronous stream ends, and says nothing.
+
+    Also where somebody's exit handler takes its time while no thread can be started any more.
+    """
+    script = f"""
+    import atexit
+    atexit.register(time.sleep, {seconds})
     held = make().stream(QUESTION, PASSAGES)
     print(next(held).type)
     """

@@ -536,8 +536,14 @@ def test_a_trial_that_nobody_waits_for_is_not_sent_again(scripted: Scripted) -> 
     server = scripted(kind="vllm", probe=Fault(503, after=0.6))
     one = Verifier(Endpoint(server.base_url, "scripted", max_attempts=3))
 
-    with pytest.raises(TimeoutError):
-        asyncio.run(asyncio.wait_for(one.ascore(QUESTION, DRAFTS), 0.3))
+    async def left() -> None:
+        asked = asyncio.create_task(one.ascore(QUESTION, DRAFTS))
+        assert await asyncio.to_thread(server.wait_for, lambda s: s.probes)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    asyncio.run(left())
     time.sleep(1.5)
 
     assert len(server.probes) == 1
