@@ -23,7 +23,13 @@ from typing import Any, Literal, Self, get_args
 from specrag_integrations.errors import ConfigurationError
 from specrag_integrations.models import Capabilities, ChatModel
 from specrag_integrations.passages import Passage
-from specrag_integrations.prompts import check_messages, draft_messages, draft_text, turns_hash
+from specrag_integrations.prompts import (
+    Template,
+    check_messages,
+    draft_messages,
+    draft_text,
+    turns_hash,
+)
 from specrag_integrations.scores import TIERS, Score, Scoring, TierName
 from specrag_integrations.tasks import Tasks
 
@@ -94,13 +100,20 @@ async def ask_servers(drafters: Sequence[ChatModel], verifier: ChatModel) -> Ser
     )
 
 
-def prompt_hash(scoring: Scoring, instructions: str | None = None) -> str:
+def prompt_hash(
+    scoring: Scoring, instructions: str | None = None, template: Template | None = None
+) -> str:
     """Return a hash that changes with every word drafter or verifier are told."""
     passages = [Passage(text="text", title="title")]
     draft = draft_text("rationale", "answer", answer_first=scoring.order == "answer_first")
     shown = passages if scoring.evidence else []
+    drafting = (
+        draft_messages("question", passages, instructions=instructions)
+        if template is None
+        else template("question", passages, ())
+    )
     turns = (
-        *draft_messages("question", passages, instructions=instructions),
+        *drafting,
         *check_messages("question", draft=draft, passages=shown),
     )
     return turns_hash(turns)

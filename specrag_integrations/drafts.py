@@ -25,7 +25,7 @@ from specrag_integrations.models import (
     TokenCount,
 )
 from specrag_integrations.passages import Passage
-from specrag_integrations.prompts import EXAMPLE_ANSWER, draft_messages
+from specrag_integrations.prompts import EXAMPLE_ANSWER, Template, draft_messages
 from specrag_integrations.spans import SpanLogprob, find_spans, span_logprob
 from specrag_integrations.subsets import Subset
 
@@ -133,11 +133,14 @@ class Drafter:
         models: The drafting models.
         max_tokens: The most tokens of rationale and answer together.
         instructions: The app's own words, added to every prompt.
+        template: The app's whole prompt instead of ours; it must ask for a rationale and an answer,
+            as `draft_request` has a prompt do.
     """
 
     models: tuple[ChatModel, ...]
     max_tokens: int
     instructions: str | None = None
+    template: Template | None = None
 
     def model_for(self, subset: Subset) -> ChatModel:
         """Return the model that drafts from a subset."""
@@ -153,9 +156,7 @@ class Drafter:
         model = self.model_for(subset)
         sent = time.perf_counter()
         request = ChatRequest(
-            messages=draft_messages(
-                question, subset.passages, history=history, instructions=self.instructions
-            ),
+            messages=self._prompt(question, subset.passages, history),
             max_tokens=self.max_tokens,
             top_logprobs=0,
         )
@@ -185,6 +186,13 @@ class Drafter:
                 arrived=arrived,
                 attempts=reply.attempts,
             )
+
+    def _prompt(
+        self, question: str, passages: Sequence[Passage], history: Sequence[Message]
+    ) -> tuple[Message, ...]:
+        if self.template is not None:
+            return self.template(question, passages, history)
+        return draft_messages(question, passages, history=history, instructions=self.instructions)
 
 
 def _from_reply(reply: ChatReply, subset: Subset, name: str, arrived: float) -> Draft:

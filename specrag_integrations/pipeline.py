@@ -46,7 +46,7 @@ from specrag_integrations.models import ChatModel, Message, StepKind
 from specrag_integrations.options import check_kind, checked_whole
 from specrag_integrations.passages import Passage, Usable
 from specrag_integrations.portal import portal
-from specrag_integrations.prompts import refine_messages
+from specrag_integrations.prompts import Template, refine_messages
 from specrag_integrations.scores import Score, Scoring, TierName
 from specrag_integrations.selection import (
     BestScore,
@@ -62,7 +62,7 @@ from specrag_integrations.selection import (
     own_selector,
     select,
 )
-from specrag_integrations.standard import StandardRAG, Template
+from specrag_integrations.standard import StandardRAG
 from specrag_integrations.subsets import (
     Embedder,
     MultiPerspective,
@@ -110,10 +110,12 @@ class SpeculativeRAG(Engine):
             `"when_unsure"` only where a rival answer is within 0.1 nats of it, or where it is below
             `min_confidence` and there is no fallback.
         fallback: `"standard"`, or None to raise `NoAnswerError` where no draft can be used.
-        fallback_template: The app's own prompt for the fallback.
+        draft_template: The app's own prompt for the drafts instead of ours. It must ask for a
+            rationale and an answer, as `prompts.draft_request` has a prompt do.
+        fallback_template: The app's own prompt for the fallback instead of ours.
         max_answer_tokens: The most tokens of a draft, a refined answer, and a fallback's answer.
         deadline: Seconds a question may take. The best draft scored by then wins.
-        instructions: The app's own words, added to the draft, refine and fallback prompts.
+        instructions: The app's own words, added to our draft, refine and fallback prompts.
 
     Raises:
         ConfigurationError: an argument, or a combination, that can never work.
@@ -135,6 +137,7 @@ class SpeculativeRAG(Engine):
         accept_confidence: float | None = None,
         refine: Refine = "never",
         fallback: Literal["standard"] | None = "standard",
+        draft_template: Template | None = None,
         fallback_template: Template | None = None,
         max_answer_tokens: int = 256,
         deadline: float | None = None,
@@ -162,6 +165,7 @@ class SpeculativeRAG(Engine):
                 f"refine={refine!r} must be one of {', '.join(get_args(Refine))}"
             )
         check_kind("embedder", embedder, method="__call__")
+        check_kind("draft_template", draft_template, method="__call__")
         check_kind("fallback_template", fallback_template, method="__call__")
         check_kind("scoring", scoring, kind=Scoring)
         check_kind("calibration", calibration, kind=Calibration)
@@ -176,7 +180,10 @@ class SpeculativeRAG(Engine):
         self._partitioner.check(num_drafts=num_drafts, passages_per_draft=passages_per_draft)
         self._embedder = embedder
         self._drafter = Drafter(
-            models=drafters, max_tokens=max_answer_tokens, instructions=instructions
+            models=drafters,
+            max_tokens=max_answer_tokens,
+            instructions=instructions,
+            template=draft_template,
         )
         self._model = verifying
         self._selector = selector
@@ -201,7 +208,7 @@ class SpeculativeRAG(Engine):
         self._min_confidence, self._accept_confidence = min_confidence, accept_confidence
         self._setup = Fingerprint(
             tier=scoring.tier,
-            prompts=prompt_hash(scoring, instructions),
+            prompts=prompt_hash(scoring, instructions, draft_template),
             num_drafts=num_drafts,
             passages_per_draft=passages_per_draft,
             partitioner=named(self._partitioner),

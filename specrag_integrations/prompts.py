@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from string import ascii_uppercase
 
 from specrag_integrations.models import Message, assistant, user
 from specrag_integrations.passages import Passage
+
+Template = Callable[[str, Sequence[Passage], Sequence[Message]], tuple[Message, ...]]
+"""(question, passages, history) -> the prompt: an application's own words."""
 
 RATIONALE = "Rationale:"
 ANSWER = "Answer:"
@@ -28,6 +32,11 @@ _DRAFT_FORMAT = f"Write two lines, {RATIONALE} and {ANSWER}"
 _ANSWER_TASK = (
     "Answer the question from the passages in a few words, and cite the passage. "
     f"If the passages do not tell, the answer is {UNKNOWN}."
+)
+
+_DRAFT_REQUEST = (
+    f"Write two lines. {RATIONALE} one sentence that says what in the context above tells the "
+    f"answer. {ANSWER} the answer itself. If the context does not tell, the answer is {UNKNOWN}."
 )
 
 # Told how to write, small models copy the description ("the answer only"); shown once, they follow.
@@ -81,6 +90,18 @@ def draft_messages(
         assistant(draft_text(_EXAMPLE_RATIONALE, EXAMPLE_ANSWER)),
     )
     return _in_order(example, history, _draft_prompt(question, passages, instructions))
+
+
+def draft_request(prompt: Sequence[Message]) -> tuple[Message, ...]:
+    """Have an app's own prompt ask for a draft: a rationale, then an answer.
+
+    A prompt that ends with a user turn is continued in that turn: several chat templates refuse two
+    in a row.
+    """
+    if not prompt or prompt[-1].role != "user":
+        return (*prompt, user(_DRAFT_REQUEST))
+    *before, last = prompt
+    return (*before, replace(last, content=_joined(last.content, _DRAFT_REQUEST)))
 
 
 def answer_messages(

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -36,15 +36,12 @@ from specrag_integrations.models import (
 )
 from specrag_integrations.options import checked_whole
 from specrag_integrations.passages import Passage, Usable
-from specrag_integrations.prompts import answer_messages
+from specrag_integrations.prompts import Template, answer_messages
 from specrag_integrations.spans import without_thinking
 from specrag_integrations.usage import StepUsage, Usage
 
 log = logging.getLogger("specrag_integrations")
 T = TypeVar("T")
-
-Template = Callable[[str, Sequence[Passage], Sequence[Message]], tuple[Message, ...]]
-"""(question, passages, history) -> the prompt: an application's own words."""
 
 _TEMPLATE_TOKENS = 256
 """What a chat template may add around the messages, at the most."""

@@ -26,8 +26,10 @@ from specrag_integrations import (
     Scoring,
     SpeculativeRAG,
 )
-from specrag_integrations.models import ChatReply
+from specrag_integrations.drafts import Draft
+from specrag_integrations.models import ChatReply, Message, assistant, user
 from specrag_integrations.portal import portal
+from specrag_integrations.prompts import draft_request
 from specrag_integrations.selection import Pool, Selection
 
 PASSAGES = [Passage(text=f"Fact number {n} is about river {n}.", id=f"p{n}") for n in range(10)]
@@ -682,6 +684,7 @@ def test_a_cut_off_draft_loses_against_a_whole_one(scripted: Scripted) -> None:
         ({"partitioner": RankStratified}, "partitioner"),
         ({"selector": "x"}, "selector"),
         ({"embedder": "x"}, "embedder"),
+        ({"draft_template": 5}, "draft_template"),
         ({"fallback_template": 5}, "fallback_template"),
         ({"scoring": "reflection"}, "scoring"),
         ({"instructions": 5}, "instructions"),
@@ -693,6 +696,38 @@ def test_wrong_options_are_refused_at_construction(
     """The error names the option and comes before any question."""
     with pytest.raises(ConfigurationError, match=named):
         make(server, **options)
+
+
+def test_an_apps_own_prompt_writes_the_drafts(scripted: Scripted) -> None:
+    """Each draft is asked for with the subset alone, and the fallback keeps its own prompt."""
+    server = scripted(respond=by_first_fact({}))
+
+    def template(question: str, passages: Any, history: Any) -> tuple[Message, ...]:
+        told = " ".join(passage.text for passage in passages)
+        return draft_request([*history, user(f"App. {told} {question}")])
+
+    rag = make(server, draft_template=template)
+    answer = rag.ask(QUESTION, PASSAGES, history=[{"role": "system", "content": "Be exact."}])
+
+    drafts = [body for body in server.chats if not (is_verification(body) or is_fallback(body))]
+    told = [[turn["role"] for turn in body["messages"]] for body in drafts]
+    assert told == [["system", "user"]] * 4
+    asked = drafts[0]["messages"][-1]["content"]
+    assert asked.startswith("App. Fact number ")
+    assert asked.count("Fact number") == 2
+    assert "Rationale:" in asked
+    assert asked.index(QUESTION) < asked.index("Rationale:")
+    assert len([d for d in answer.trace.drafts if isinstance(d, Draft)]) == 4
+    assert rag.fingerprint().prompts != make(server).fingerprint().prompts
+
+
+def test_a_draft_is_asked_for_in_the_last_user_turn() -> None:
+    """Templates that refuse two user turns in a row take an app's prompt all the same."""
+    (turn,) = draft_request([user("Question?")])
+    assert turn.content.startswith("Question?\n\nWrite two lines.")
+    turns = draft_request([user("Question?"), assistant("I see.")])
+    assert [turn.role for turn in turns] == ["user", "assistant", "user"]
+    assert [turn.role for turn in draft_request([])] == ["user"]
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,10 @@ from specrag_integrations.pipeline import (
     PASSAGES_PER_DRAFT,
     SpeculativeRAG,
 )
-from specrag_integrations.prompts import draft_messages
+from specrag_integrations.prompts import Template, draft_messages
 from specrag_integrations.scores import TIERS, Scoring
 from specrag_integrations.selection import AnswerVote, Listwise, SinglePrompt
-from specrag_integrations.standard import StandardRAG, Template
+from specrag_integrations.standard import StandardRAG
 from specrag_integrations.subsets import (
     ByCluster,
     Disjoint,
