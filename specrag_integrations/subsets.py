@@ -78,21 +78,24 @@ class MultiPerspective:
     """One passage of each cluster in every subset: the paper's sampling.
 
     The first subset holds the best-ranked passage of each cluster; the others are drawn at random.
-    With `anchor`, the first passages in rank order are in every subset as well, and the rest form
-    `passages_per_draft - anchor` clusters: sampling that forgets the ranking throws away what the
-    retriever knew.
+    Sampling that forgets the ranking throws away what the retriever knew, so that two options keep
+    it. With `anchor`, the first passages in rank order are in every subset as well, and the rest
+    form `passages_per_draft - anchor` clusters. With `lead`, one subset more comes first, the
+    `lead` top-ranked passages whatever `passages_per_draft` says: it is one of `num_drafts`.
     """
 
     anchor: int = 0
+    lead: int = 0
     seed: int = 0
     needs_vectors = True
 
     def __post_init__(self) -> None:
         checked_whole("anchor", self.anchor, at_least=0)
+        checked_whole("lead", self.lead, at_least=0)
 
     def check(self, *, num_drafts: int, passages_per_draft: int) -> None:
         """Refuse an anchor that leaves nothing to vary between several drafts."""
-        if num_drafts > 1 and self.anchor >= passages_per_draft:
+        if num_drafts - bool(self.lead) > 1 and self.anchor >= passages_per_draft:
             raise ConfigurationError(
                 f"anchor={self.anchor} fills passages_per_draft={passages_per_draft}, so all "
                 "drafts would read the same; lower anchor or raise passages_per_draft"
@@ -102,6 +105,15 @@ class MultiPerspective:
         self, count: int, vectors: Vectors | None, *, num_drafts: int, passages_per_draft: int
     ) -> list[Ranks]:
         """Cluster what is not anchored, then draw unique subsets with one passage of each."""
+        if not self.lead:
+            return self._perspectives(count, vectors, num_drafts, passages_per_draft)
+        leading = tuple(range(min(self.lead, count)))
+        others = self._perspectives(count, vectors, num_drafts, passages_per_draft)
+        return [leading, *(ranks for ranks in others if ranks != leading)][:num_drafts]
+
+    def _perspectives(
+        self, count: int, vectors: Vectors | None, num_drafts: int, passages_per_draft: int
+    ) -> list[Ranks]:
         anchored = range(min(self.anchor, passages_per_draft, count))
         rest = range(len(anchored), count)
         wanted = min(passages_per_draft - len(anchored), len(rest))

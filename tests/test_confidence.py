@@ -323,7 +323,7 @@ def test_thresholds_that_can_never_work_are_refused(
         ({"passages_per_draft": 2}, "passages_per_draft: expected 1, found 2"),
         (
             {"partitioner": MultiPerspective(anchor=0)},
-            "partitioner: expected Disjoint(), found MultiPerspective(anchor=0)",
+            "partitioner: expected Disjoint(), found MultiPerspective(anchor=0, lead=0)",
         ),
         (
             {"selector": AnswerVote(temperature=2.0)},
@@ -368,7 +368,7 @@ def test_other_models_are_refused_by_name(server: ScriptedServer) -> None:
 
 def test_a_seed_is_no_difference() -> None:
     """It changes which subsets there are, and not what they are worth."""
-    assert named(MultiPerspective(seed=3, anchor=1)) == "MultiPerspective(anchor=1)"
+    assert named(MultiPerspective(seed=3, anchor=1)) == "MultiPerspective(anchor=1, lead=0)"
 
 
 def test_an_engine_tells_its_own_fingerprint(scripted: Scripted) -> None:

@@ -30,7 +30,7 @@ from specrag_integrations.evaluation.systems import (
 from specrag_integrations.portal import portal
 from specrag_integrations.scores import Score
 from specrag_integrations.selection import FallbackReason, Selection
-from specrag_integrations.subsets import Subset
+from specrag_integrations.subsets import MultiPerspective, Subset
 
 Scripted = Callable[..., ScriptedServer]
 Json = dict[str, Any]
@@ -111,10 +111,10 @@ def run_of(
 
 def test_a_name_says_what_a_system_does() -> None:
     """Numbers, samplers, selectors and scores are read from the name, in any order."""
-    system = system_named("speculative+vote+m3+k4+anchor2+only_draft_answer")
+    system = system_named("speculative+vote+m3+k4+anchor2+lead5+only_draft_answer")
     assert system.num_drafts == 3
     assert system.options["passages_per_draft"] == 4
-    assert system.options["partitioner"].anchor == 2
+    assert system.options["partitioner"] == MultiPerspective(anchor=2, lead=5)
     assert type(system.options["selector"]).__name__ == "AnswerVote"
     assert system.scoring == {"weights": {"draft_answer": 1.0}}
     assert "vote" in system.description
@@ -128,7 +128,8 @@ def test_a_name_says_what_a_system_does() -> None:
         ("standard+m3", "standard has no 'm3'"),
         ("drafter_only+rationale", "drafter_only has no 'rationale'"),
         ("speculative+quick", "speculative has no 'quick'; it takes mN"),
-        ("speculative+random+anchor1", "only multi_perspective"),
+        ("speculative+random+anchor1", "only multi_perspective has anchor"),
+        ("speculative+lead3+disjoint", "only multi_perspective has lead"),
         ("speculative+m0", "has no 'm0'"),
         ("speculative+m3+m4", "'m4' replaces another part of it"),
         ("speculative+random+disjoint", "'disjoint' replaces another part of it"),

@@ -196,11 +196,12 @@ def test_fewer_passages_than_anchors_make_one_subset():
     assert ranks_of(subsets(clustered(1, 1), MultiPerspective(anchor=3), k=4)) == [(0, 1)]
 
 
-@pytest.mark.parametrize("anchor", [-1, 1.5, True, "1", None])
-def test_an_anchor_is_a_whole_number(anchor):
+@pytest.mark.parametrize("option", ["anchor", "lead"])
+@pytest.mark.parametrize("number", [-1, 1.5, True, "1", None])
+def test_anchor_and_lead_are_whole_numbers(option, number):
     """Anything else is refused when the partitioner is made."""
-    with pytest.raises(ConfigurationError, match="anchor="):
-        MultiPerspective(anchor=anchor)
+    with pytest.raises(ConfigurationError, match=f"{option}="):
+        MultiPerspective(**{option: number})
 
 
 def test_an_anchor_that_leaves_nothing_to_vary_is_refused():
@@ -209,6 +210,26 @@ def test_an_anchor_that_leaves_nothing_to_vary_is_refused():
         MultiPerspective(anchor=2).check(num_drafts=2, passages_per_draft=2)
     MultiPerspective(anchor=2).check(num_drafts=1, passages_per_draft=2)
     MultiPerspective(anchor=1).check(num_drafts=5, passages_per_draft=2)
+
+
+def test_a_leading_subset_comes_before_the_perspectives():
+    """It holds the top-ranked passages, and the others are drawn as without it."""
+    passages = clustered(5, 5)
+    others = ranks_of(subsets(passages, MultiPerspective(anchor=1), m=4, k=3))
+
+    found = ranks_of(subsets(passages, MultiPerspective(anchor=1, lead=5), m=5, k=3))
+
+    assert found == [(0, 1, 2, 3, 4), *others]
+
+
+def test_a_leading_subset_counts_as_a_draft():
+    """A single draft is the leading one, and no other subset equals it."""
+    passages = clustered(5, 5)
+    assert ranks_of(subsets(passages, MultiPerspective(lead=4), m=1, k=2)) == [(0, 1, 2, 3)]
+    assert ranks_of(subsets(passages[:3], MultiPerspective(lead=5), m=4, k=3)) == [(0, 1, 2)]
+    MultiPerspective(anchor=2, lead=5).check(num_drafts=2, passages_per_draft=2)
+    with pytest.raises(ConfigurationError, match="anchor=2 fills"):
+        MultiPerspective(anchor=2, lead=5).check(num_drafts=3, passages_per_draft=2)
 
 
 # ---------------------------------------------------------------- the other partitioners

@@ -60,7 +60,7 @@ _SAMPLERS: Mapping[str, Callable[..., Partitioner]] = {
     "random": Random,
 }
 _TERMS = [term for term in TIERS["prompt_logprobs"].terms if term != "reflection"]
-_NUMBER = re.compile(r"(m|k|anchor|top)([1-9]\d{0,3})\Z")
+_NUMBER = re.compile(r"(m|k|anchor|lead|top)([1-9]\d{0,3})\Z")
 _PARAMETERS = {"m": "num_drafts", "k": "passages_per_draft"}
 
 _COMPARED = ("standard", "speculative")
@@ -268,21 +268,21 @@ def _modified(system: System, modifier: str) -> System | None:
 
 
 def _anchored(system: System) -> System:
-    """Turn a number of anchored passages into the partitioner that has them."""
+    """Turn numbers of anchored and leading passages into the partitioner that has them."""
     options = dict(system.options)
-    anchor = options.pop("anchor", None)
-    if anchor is None:
+    ranked = {name: options.pop(name) for name in ("anchor", "lead") if name in options}
+    if not ranked:
         return system
     if type(options.get("partitioner", MultiPerspective())) is not MultiPerspective:
         raise ConfigurationError(
-            f"the system {system.name!r}: only multi_perspective has anchored passages"
+            f"the system {system.name!r}: only multi_perspective has {' and '.join(ranked)}"
         )
-    options["partitioner"] = MultiPerspective(anchor=anchor)
+    options["partitioner"] = MultiPerspective(**ranked)
     return dataclasses.replace(system, options=options)
 
 
 def _modifiers_of(system: System) -> list[str]:
-    numbers = ["mN", "kN", "anchorN"] if system.drafts else []
+    numbers = ["mN", "kN", "anchorN", "leadN"] if system.drafts else []
     return [*numbers, "topN", *_CHANGES[system.base]]
 
 
