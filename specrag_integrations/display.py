@@ -23,9 +23,9 @@ from rich.table import Table
 from rich.text import Text
 
 from specrag_integrations.answers import Answer
-from specrag_integrations.citations import normal_answer
 from specrag_integrations.costs import WORTH_IT, Forecast, in_seconds
 from specrag_integrations.drafts import Draft, FailedDraft
+from specrag_integrations.evaluation.metrics import contains
 from specrag_integrations.events import Event
 from specrag_integrations.local.weights import Weights
 from specrag_integrations.passages import Passage
@@ -474,14 +474,8 @@ def verdict(speculative: Answer, standard: Answer, *, cores: int | None) -> str:
 
 
 def is_right(answer: Answer, gold: Sequence[str]) -> bool:
-    """Whether a gold answer stands in the answer as whole words; without one, to abstain is right.
-
-    Case, articles, punctuation and citations do not count.
-    """
-    if not gold:
-        return answer.abstained
-    words = f" {normal_answer(answer.text)} "
-    return any(f" {normal_answer(accepted)} " in words for accepted in gold)
+    """Whether the answer holds a gold one, as `specrag eval` counts; without one, it abstains."""
+    return contains(answer.text, gold) if gold else answer.abstained
 
 
 def show_closing(out: Console, text: str) -> None:

@@ -14,12 +14,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specrag_integrations.errors import InputError
 from specrag_integrations.passages import Passage
+
+if TYPE_CHECKING:
+    from bm25s import BM25
 
 WORDS_PER_PASSAGE = 120
 
@@ -112,22 +116,52 @@ def split(text: str, limit: int = WORDS_PER_PASSAGE) -> list[str]:
 
 
 def rank(question: str, passages: Sequence[Passage], top: int) -> list[Passage]:
-    """Return the `top` passages that match the question best, each with its BM25 score.
+    """Return the `top` passages that match one question best; see `Index`."""
+    return Index(passages).best(question, top)
+
+
+class Index:
+    """Passages made ready for any number of questions, by BM25.
 
     Title and text are searched, in any language: there is no stemming and no list of stop words.
-    Equal scores keep the order given, so a question that shares no word with any passage yields the
-    first ones with a score of 0.
-
-    Raises:
-        InputError: `top` is not positive.
     """
-    if top < 1:
-        raise InputError(f"the number of passages to retrieve must be at least 1, not {top}")
-    scores = _bm25(
-        _terms(question), [_terms(f"{passage.title or ''}\n{passage.text}") for passage in passages]
-    )
-    best_first = sorted(range(len(passages)), key=lambda index: -scores[index])
-    return [replace(passages[index], score=scores[index]) for index in best_first[:top]]
+
+    def __init__(self, passages: Sequence[Passage]) -> None:
+        self._passages = passages
+        self._texts = [_terms(f"{passage.title or ''}\n{passage.text}") for passage in passages]
+        self._vocabulary = {term for text in self._texts for term in text}
+
+    def best(self, question: str, top: int) -> list[Passage]:
+        """Return the `top` passages that match a question best, each with its score.
+
+        Equal scores keep the order given, so a question that shares no word with any passage yields
+        the first ones with a score of 0.
+
+        Raises:
+            InputError: `top` is not positive.
+        """
+        if top < 1:
+            raise InputError(f"the number of passages to retrieve must be at least 1, not {top}")
+        scores = self._scores(_terms(question))
+        best_first = sorted(range(len(scores)), key=lambda index: -scores[index])
+        return [replace(self._passages[index], score=scores[index]) for index in best_first[:top]]
+
+    def _scores(self, query: Sequence[str]) -> list[float]:
+        """Return one score for each passage."""
+        known = [term for term in query if term in self._vocabulary]
+        # bm25s fails on an empty query and on an empty vocabulary: both mean that nothing matches.
+        if not known:
+            return [0.0] * len(self._texts)
+        # All scores, not bm25s's own top k, which refuses k > n and breaks ties arbitrarily.
+        return [float(score) for score in self._bm25.get_scores(known)]
+
+    @cached_property
+    def _bm25(self) -> BM25:
+        import bm25s
+
+        index = bm25s.BM25()
+        index.index(self._texts, show_progress=False)
+        return index
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[Row]:
@@ -317,21 +351,6 @@ def words_in(text: str) -> int:
 
 def _terms(text: str) -> list[str]:
     return _TERM.findall(unicodedata.normalize("NFKC", text).casefold())
-
-
-def _bm25(query: Sequence[str], texts: Sequence[list[str]]) -> list[float]:
-    """Return one score for each text."""
-    vocabulary = {term for text in texts for term in text}
-    known = [term for term in query if term in vocabulary]
-    # bm25s fails on an empty query and on an empty vocabulary; both mean that nothing matches.
-    if not known:
-        return [0.0] * len(texts)
-    import bm25s
-
-    index = bm25s.BM25()
-    index.index(list(texts), show_progress=False)
-    # All scores rather than bm25s's own top k, which refuses k > n and breaks ties arbitrarily.
-    return [float(score) for score in index.get_scores(known)]
 
 
 # JSON lines

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from specrag_integrations.documents import (
     WORDS_PER_PASSAGE,
+    Index,
     Row,
     find_row,
     rank,
@@ -368,6 +369,15 @@ def test_ranking_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
     rank("words", [Passage(text="some words")] * 3, 2)
 
     assert capfd.readouterr() == ("", "")
+
+
+def test_an_index_serves_many_questions():
+    """Each finds what it would find alone, also after one that matches nothing."""
+    passages = [Passage(text=text) for text in ("a red door", "a blue wall", "the red wall")]
+    index = Index(passages)
+
+    for question in ("red door", "unheard of", "blue wall", "wall"):
+        assert index.best(question, 2) == rank(question, passages, 2)
 
 
 def test_the_import_is_light() -> None:

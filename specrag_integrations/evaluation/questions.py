@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from specrag_integrations.citations import normal_answer
 from specrag_integrations.documents import (
+    Index,
     Row,
     rank,
     read_documents,
@@ -135,7 +136,7 @@ def read_questions(
             raise InputError(f"{name} must be at least {least}, not {number}")
     sources = [_source(os.fspath(path)) for path in paths]
     names = _names(sources)
-    library = _Library(passages=read_documents(docs) if docs else [], top=top)
+    library = _Library(index=Index(read_documents(docs)) if docs else None, top=top)
     questions = []
     for source, name in zip(sources, names, strict=True):
         found = _found(source)
@@ -188,11 +189,11 @@ class _Traits:
 class _Library:
     """The documents to search for questions without passages."""
 
-    passages: Sequence[Passage]
+    index: Index | None
     top: int
 
     def check(self, found: _Found) -> None:
-        if not self.passages and not _legible(found.row.passages):
+        if self.index is None and not _legible(found.row.passages):
             raise InputError(
                 f"{found.where}: this question has no passages; name documents to retrieve them "
                 "from with --docs"
@@ -201,12 +202,12 @@ class _Library:
     def answers_for(self, found: _Found) -> bool:
         """Whether the passages come from here."""
         own = _legible(found.row.passages)
-        return bool(self.passages) and (found.evidence == "snippets" or not own)
+        return self.index is not None and (found.evidence == "snippets" or not own)
 
     def passages_for(self, found: _Found) -> tuple[Passage, ...]:
         row = found.row
-        if self.answers_for(found):
-            return _identified(rank(row.question, self.passages, self.top))
+        if self.index is not None and self.answers_for(found):
+            return _identified(self.index.best(row.question, self.top))
         if found.evidence == "documents":
             pieces = [
                 replace(document, text=text)
