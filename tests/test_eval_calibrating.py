@@ -451,6 +451,18 @@ def test_few_contested_questions_give_no_weights() -> None:
     assert "30 are needed" in report.notes[0]
 
 
+def test_scores_that_tell_nothing_are_told_of() -> None:
+    """The confidence is compared with the share of right answers, the same for every question."""
+    blind = world(np.random.default_rng(1), 200, p_right=lambda _: 0.5)
+    told = calibrate(world(np.random.default_rng(3), 200), fingerprint=Fingerprint())
+
+    report = calibrate(blind, fingerprint=Fingerprint())
+
+    assert report.after is not None
+    assert any("tells no more than the share of right answers" in note for note in report.notes)
+    assert not any("tells no more" in note for note in told.notes)
+
+
 # ---------------------------------------------------------------- what goes in, what comes out
 
 

@@ -17,8 +17,9 @@ import functools
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import cast
 
 import numpy as np
@@ -156,6 +157,8 @@ def calibrate(
         draft for draft in winners[1] if draft and fitted.probability(draft.terms) is not None
     ]
     right = [draft.right for draft in judged]
+    after = calibration_measures([_confidence(fitted, draft) for draft in judged], right)
+    share = fmean(draft.right for draft in winners[0] if draft)
     return CalibrationReport(
         calibration=replace(
             fitted,
@@ -166,15 +169,30 @@ def calibrate(
         current_efficiency=weighing.current,
         fitted_efficiency=weighing.fitted,
         before=calibration_measures([_raw(draft) for draft in judged], right),
-        after=calibration_measures([_confidence(fitted, draft) for draft in judged], right),
+        after=after,
         asked=target_precision,
         bound=found.bound,
         precision=found.precision,
         coverage=found.accepted / len(testing),
         early=found.early / len(testing),
         needed=found.needed,
-        notes=weighing.notes,
+        notes=(
+            *weighing.notes,
+            *_worthless(after, calibration_measures([share] * len(right), right)),
+        ),
     )
+
+
+def _worthless(
+    found: CalibrationMeasures | None, constant: CalibrationMeasures | None
+) -> Iterator[str]:
+    """Say so where a confidence tells no more than the share of right answers, the same for all."""
+    if found and constant and found.log_loss >= constant.log_loss:
+        yield (
+            f"the confidence (log loss {found.log_loss:.3f}) tells no more than the "
+            f"share of right answers does ({constant.log_loss:.3f}): do not rely "
+            "on it, and calibrate on more questions"
+        )
 
 
 def check_calibratable(
