@@ -40,9 +40,10 @@ test-wheel: .venv/demo  ## The built wheel, alone in a fresh environment (1 minu
 	build/wheel/venv/bin/python -m pip install --quiet build/wheel/*.whl
 	build/wheel/venv/bin/python -I benchmarks/check_wheel.py
 
-test-ragas: .venv-ragas/test  ## The judge of answers through the real RAGAS library (3 minutes)
+test-ragas: .venv-ragas/test  ## The judge through the real RAGAS library, sets through `datasets` (3 minutes)
 	RAGAS_DO_NOT_TRACK=true .venv-ragas/bin/python -W ignore -c 'import ragas.metrics.collections'
-	.venv-ragas/bin/python -m pytest -q tests/test_eval_judging.py tests/test_eval_ragas.py
+	.venv-ragas/bin/python -m pytest -q \
+		tests/test_eval_judging.py tests/test_eval_ragas.py tests/test_eval_questions.py
 
 test-vllm: .venv/dev  ## The tests against a real vLLM on the CPU; 3 GB in the cache (6 minutes)
 	installed=$$(tests/vllm/install.sh $(PYTHON)) && \
@@ -95,5 +96,5 @@ clean:  ## Remove what the targets made; the weights stay
 .venv-ragas/test: pyproject.toml
 	$(PYTHON) -m venv .venv-ragas
 	.venv-ragas/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	.venv-ragas/bin/python -m pip install --quiet --editable '.[ragas]' --group test
+	.venv-ragas/bin/python -m pip install --quiet --editable '.[ragas,hub]' --group test
 	@touch $@
