@@ -802,7 +802,7 @@ def test_keys_that_only_other_rows_have_are_no_values(hub: Path) -> None:
 
     marked = [{"id": "a", "text": "x", "is_gold": True}, {"id": None, "text": "y", "is_gold": None}]
     (hub / "q").mkdir()
-    made = datasets.Dataset.from_list([line(passages=marked), line(2, answers=None, passages=None)])
+    made = datasets.Dataset.from_list([line(passages=marked), line(2, passages=None)])
     made.to_parquet(str(hub / "q" / "test.parquet"))
 
     with pytest.raises(InputError, match='row 2: "passages" is missing'):
