@@ -1,1 +1,0 @@
-"""Speculative RAG in LangChain."""
