@@ -100,20 +100,13 @@ async def ask_servers(drafters: Sequence[ChatModel], verifier: ChatModel) -> Ser
     )
 
 
-def prompt_hash(
-    scoring: Scoring, instructions: str | None = None, template: Template | None = None
-) -> str:
+def prompt_hash(scoring: Scoring, template: Template = draft_messages) -> str:
     """Return a hash that changes with every word drafter or verifier are told."""
     passages = [Passage(text="text", title="title")]
     draft = draft_text("rationale", "answer", answer_first=scoring.order == "answer_first")
     shown = passages if scoring.evidence else []
-    drafting = (
-        draft_messages("question", passages, instructions=instructions)
-        if template is None
-        else template("question", passages, ())
-    )
     turns = (
-        *drafting,
+        *template("question", passages, ()),
         *check_messages("question", draft=draft, passages=shown),
     )
     return turns_hash(turns)

@@ -132,15 +132,12 @@ class Drafter:
     Args:
         models: The drafting models.
         max_tokens: The most tokens of rationale and answer together.
-        instructions: The app's own words, added to every prompt.
-        template: The app's whole prompt instead of ours; it must ask for a rationale and an answer,
-            as `draft_request` has a prompt do.
+        template: The prompt, which must ask for a rationale and an answer.
     """
 
     models: tuple[ChatModel, ...]
     max_tokens: int
-    instructions: str | None = None
-    template: Template | None = None
+    template: Template = draft_messages
 
     def model_for(self, subset: Subset) -> ChatModel:
         """Return the model that drafts from a subset."""
@@ -156,7 +153,7 @@ class Drafter:
         model = self.model_for(subset)
         sent = time.perf_counter()
         request = ChatRequest(
-            messages=self._prompt(question, subset.passages, history),
+            messages=self.template(question, subset.passages, history),
             max_tokens=self.max_tokens,
             top_logprobs=0,
         )
@@ -186,13 +183,6 @@ class Drafter:
                 arrived=arrived,
                 attempts=reply.attempts,
             )
-
-    def _prompt(
-        self, question: str, passages: Sequence[Passage], history: Sequence[Message]
-    ) -> tuple[Message, ...]:
-        if self.template is not None:
-            return self.template(question, passages, history)
-        return draft_messages(question, passages, history=history, instructions=self.instructions)
 
 
 def _from_reply(reply: ChatReply, subset: Subset, name: str, arrived: float) -> Draft:

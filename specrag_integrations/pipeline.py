@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, get_args
 
 from specrag_integrations.answers import Answer, Refinement, Trace, dissent_from
@@ -46,7 +47,7 @@ from specrag_integrations.models import ChatModel, Message, StepKind
 from specrag_integrations.options import check_kind, checked_whole
 from specrag_integrations.passages import Passage, Usable
 from specrag_integrations.portal import portal
-from specrag_integrations.prompts import Template, refine_messages
+from specrag_integrations.prompts import Template, draft_messages, refine_messages
 from specrag_integrations.scores import Score, Scoring, TierName
 from specrag_integrations.selection import (
     BestScore,
@@ -179,12 +180,8 @@ class SpeculativeRAG(Engine):
         )
         self._partitioner.check(num_drafts=num_drafts, passages_per_draft=passages_per_draft)
         self._embedder = embedder
-        self._drafter = Drafter(
-            models=drafters,
-            max_tokens=max_answer_tokens,
-            instructions=instructions,
-            template=draft_template,
-        )
+        drafting = draft_template or partial(draft_messages, instructions=instructions)
+        self._drafter = Drafter(models=drafters, max_tokens=max_answer_tokens, template=drafting)
         self._model = verifying
         self._selector = selector
         self._refine = refine
@@ -208,7 +205,7 @@ class SpeculativeRAG(Engine):
         self._min_confidence, self._accept_confidence = min_confidence, accept_confidence
         self._setup = Fingerprint(
             tier=scoring.tier,
-            prompts=prompt_hash(scoring, instructions, draft_template),
+            prompts=prompt_hash(scoring, drafting),
             num_drafts=num_drafts,
             passages_per_draft=passages_per_draft,
             partitioner=named(self._partitioner),

@@ -17,7 +17,7 @@ from specrag_integrations.models import Message, assistant, user
 from specrag_integrations.passages import Passage
 
 Template = Callable[[str, Sequence[Passage], Sequence[Message]], tuple[Message, ...]]
-"""(question, passages, history) -> the prompt: an application's own words."""
+"""(question, passages, history) -> the prompt, as `draft_messages` or an application words it."""
 
 RATIONALE = "Rationale:"
 ANSWER = "Answer:"
@@ -80,8 +80,8 @@ PROBE_ANSWER = "Paris"
 def draft_messages(
     question: str,
     passages: Sequence[Passage],
-    *,
     history: Sequence[Message] = (),
+    *,
     instructions: str | None = None,
 ) -> tuple[Message, ...]:
     """Ask for one rationale and one answer from one subset of the passages."""
@@ -107,8 +107,8 @@ def draft_request(prompt: Sequence[Message]) -> tuple[Message, ...]:
 def answer_messages(
     question: str,
     passages: Sequence[Passage],
-    *,
     history: Sequence[Message] = (),
+    *,
     instructions: str | None = None,
 ) -> tuple[Message, ...]:
     """Ask for an answer from all passages: standard RAG, as brief as the drafts are."""

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from specrag_integrations.answers import Answer, Trace
@@ -141,8 +142,7 @@ class StandardRAG(Engine):
     ) -> None:
         super().__init__(models=[model], deadline=deadline)
         self.model = model
-        self._instructions = instructions
-        self._template = template
+        self._prompt = template or partial(answer_messages, instructions=instructions)
         self._max_tokens = checked_whole("max_tokens", max_tokens)
 
     async def _run(
@@ -242,13 +242,6 @@ class StandardRAG(Engine):
             first_token=clock.elapsed if first_token is None else first_token,
             notes=tuple(notes),
         )
-
-    def _prompt(
-        self, question: str, passages: Sequence[Passage], history: Sequence[Message]
-    ) -> tuple[Message, ...]:
-        if self._template is not None:
-            return self._template(question, passages, history)
-        return answer_messages(question, passages, history=history, instructions=self._instructions)
 
     async def _fitting(
         self, question: str, passages: Sequence[Passage], history: Sequence[Message]

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
@@ -21,15 +22,13 @@ from specrag_integrations.errors import ConfigurationError
 from specrag_integrations.evaluation.baselines import LangChainStuff, LlamaIndexCompact
 from specrag_integrations.evaluation.cache import CachedModel
 from specrag_integrations.evaluation.questions import Question
-from specrag_integrations.models import Message
-from specrag_integrations.passages import Passage
 from specrag_integrations.pipeline import (
     NUM_DRAFTS,
     PARTITIONER,
     PASSAGES_PER_DRAFT,
     SpeculativeRAG,
 )
-from specrag_integrations.prompts import Template, draft_messages
+from specrag_integrations.prompts import draft_messages
 from specrag_integrations.scores import TIERS, Scoring
 from specrag_integrations.selection import AnswerVote, Listwise, SinglePrompt
 from specrag_integrations.standard import StandardRAG
@@ -185,7 +184,8 @@ class System:
         if self.base == "langchain":
             return LangChainStuff(model, instructions=instructions, **self.options)
         if self.base != "speculative":
-            template = _with_rationale(instructions) if self.rationale else None
+            rationale = partial(draft_messages, instructions=instructions)
+            template = rationale if self.rationale else None
             return StandardRAG(model, instructions=instructions, template=template)
         options = dict(self.options)
         if self.scoring:
@@ -301,15 +301,6 @@ def _instructions(question: Question) -> str | None:
     if question.kind != "label":
         return None
     return f"The question is a claim. The answer is one of: {', '.join(question.labels)}."
-
-
-def _with_rationale(instructions: str | None) -> Template:
-    def template(
-        question: str, passages: Sequence[Passage], history: Sequence[Message]
-    ) -> tuple[Message, ...]:
-        return draft_messages(question, passages, history=history, instructions=instructions)
-
-    return template
 
 
 def _told(value: Any) -> Any:

@@ -2609,8 +2609,8 @@ MUTANTS = [
         "a rationale is written without the labels",
         OWN,
         "evaluation/systems: eval_runs::claims_are_asked_for_their_label",
-        "template = _with_rationale(instructions)",
-        "template = _with_rationale(None)",
+        "partial(draft_messages, instructions=instructions)",
+        "draft_messages",
     ),
     mutant(
         "a calibrated system trusts everything",
