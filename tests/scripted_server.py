@@ -19,6 +19,7 @@ import asyncio
 import inspect
 import json
 import re
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -287,17 +288,22 @@ class ScriptedServer:
             app.router.add_post("/apply-template", self._apply_template)
             app.router.add_post("/tokenize", self._tokenize)
             app.router.add_get("/props", self._props)
+        listening = socket.create_server(("127.0.0.1", 0))
         runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.05
         )
         try:
             await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            await web.SockSite(runner, listening).start()
             port.set_result(runner.addresses[0][1])
             await self._stop.wait()
         except Exception as error:  # noqa: BLE001 - raised again where it is waited for
             port.set_exception(error)
         finally:
+            # asyncio leaks a connection that it has accepted when its server closes: none is any
+            # more, and those that were get their transports first.
+            self._loop.remove_reader(listening)
+            await asyncio.sleep(0)
             await runner.cleanup()
 
     @web.middleware
