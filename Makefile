@@ -30,7 +30,7 @@ lint: .venv/dev  ## ruff, mypy and import-linter (1 minute)
 
 test-openai2: .venv-openai2/test  ## The scripted-server tests on openai 2.x (2 minutes)
 	.venv-openai2/bin/python -m pytest -q -m "not embedded" \
-		tests/test_concurrency.py tests/test_endpoint.py tests/test_pipeline.py \
+		tests/test_concurrency.py tests/test_endpoint.py tests/test_foreign.py tests/test_pipeline.py \
 		tests/test_portal.py tests/test_replies.py tests/test_standard.py
 
 test-wheel: .venv/demo  ## The built wheel, alone in a fresh environment (1 minute)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import inspect
+import os
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
@@ -12,6 +13,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 from specrag_integrations.errors import ConfigurationError
 
 ApiKey = str | Callable[[], str | Awaitable[str]]
+KEY_VARIABLE = "SPECRAG_API_KEY"
+"""Where keys are read from that are not given as an argument."""
 
 _NO_KEY = "EMPTY"  # what servers without authentication expect to be sent
 _KEY_LIKE = re.compile(r"\b(?:sk|hf|gsk|xai)[-_][\w*-]{8,}")
@@ -34,6 +37,11 @@ class Key:
             )
 
     @property
+    def is_set(self) -> bool:
+        """Whether there is one at all."""
+        return self._source != _NO_KEY
+
+    @property
     def option(self) -> str | Callable[[], Awaitable[str]]:
         """What the client takes."""
         return self._source if isinstance(self._source, str) else self._ask
@@ -44,6 +52,20 @@ class Key:
         key = await asyncio.to_thread(self._source)
         self.last = _checked_key(await key if inspect.isawaitable(key) else key)
         return self.last
+
+
+def key_from_environment() -> str:
+    """Return the key of an endpoint that left its own behind.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    key = os.environ.get(KEY_VARIABLE)
+    if not key:
+        raise ConfigurationError(
+            f"keys are not pickled, and {KEY_VARIABLE} is not set where the endpoint is used now"
+        )
+    return key
 
 
 def _checked_key(key: object) -> str:

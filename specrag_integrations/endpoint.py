@@ -8,6 +8,7 @@ import copy
 import json
 import logging
 import os
+import pickle
 import time
 import weakref
 from collections.abc import (
@@ -21,12 +22,13 @@ from collections.abc import (
 )
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from specrag_integrations.credentials import (
     ApiKey,
     Key,
     checked_headers,
+    key_from_environment,
     scrubbed,
     split_address,
 )
@@ -194,6 +196,27 @@ class Endpoint:
     def __repr__(self) -> str:
         return f"Endpoint({self.base_url!r}, model={self._served!r})"
 
+    def __copy__(self) -> Self:
+        """Return this very endpoint: a copy's own connections would go beyond the limit."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """As `__copy__`."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the options without the key: the copy reads `SPECRAG_API_KEY`.
+
+        Raises:
+            PicklingError: there are headers or a query, which may hold secrets.
+        """
+        if self._headers or self._query:
+            raise pickle.PicklingError(
+                f"{self!r} has {'headers' if self._headers else 'a query in its URL'}, which may "
+                "hold secrets and are never pickled; make the endpoint where it is used"
+            )
+        return _unpickled, (type(self), self.options, self._key.is_set)
+
     @property
     def name(self) -> str:
         """The model's name where it is known, else the address."""
@@ -203,6 +226,19 @@ class Endpoint:
     def max_attempts(self) -> int:
         """The most HTTP requests one call may send."""
         return self._max_attempts
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What it was made with, but for the key, headers and the URL's query."""
+        return {
+            "base_url": self.base_url,
+            "model": self.model,
+            "extra_body": dict(self._extra_body),
+            "request_timeout": self.request_timeout,
+            "max_concurrency": self.max_concurrency,
+            "max_attempts": self._max_attempts,
+            "client_factory": self._client_factory,
+        }
 
     # ---------------------------------------------------------------- the ChatModel protocol
 
@@ -769,6 +805,10 @@ class Endpoint:
 
 _INHERITED: list[_Connection] = []
 _OPEN: weakref.WeakSet[_Connection] = weakref.WeakSet()
+
+
+def _unpickled(kind: type[Endpoint], options: dict[str, Any], has_key: bool) -> Endpoint:  # noqa: FBT001
+    return kind(**options, api_key=key_from_environment if has_key else None)
 
 
 def _seen(task: asyncio.Task[ChatReply]) -> None:

@@ -49,7 +49,7 @@ def read_reply(data: Json, request: ChatRequest, *, endpoint: str) -> ChatReply:
     scored = read_scored(data, request)
     return ChatReply(
         text=text if isinstance(text, str) else "",
-        tokens=_read_tokens(choice.get("logprobs")) if request.top_logprobs is not None else None,
+        tokens=read_tokens(choice.get("logprobs")) if request.top_logprobs is not None else None,
         scored=scored.tokens if scored else None,
         scored_evidence=scored.evidence if scored else "",
         thinking=bool(message.get("reasoning") or message.get("reasoning_content")),
@@ -77,7 +77,7 @@ def _cut_prompt(request: ChatRequest, count: TokenCount) -> tuple[str, ...]:
     return ()
 
 
-def _read_tokens(logprobs: object) -> tuple[Token, ...] | None:
+def read_tokens(logprobs: object) -> tuple[Token, ...] | None:
     """Read the written tokens; None where they are missing or carry no information."""
     found = mapping(logprobs)
     entries = _items(found.get("content")) or _from_completions_shape(found)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import email.utils
 import logging
 import math
+import pickle
 import subprocess
 import sys
 import threading
@@ -1128,3 +1130,67 @@ def test_a_wrong_model_or_body_is_refused(options: dict[str, Any]) -> None:
     """The error comes at construction and names the argument."""
     with pytest.raises(ConfigurationError, match=next(iter(options))):
         Endpoint("http://localhost:1", **options)
+
+
+def test_a_copy_is_the_same_endpoint():
+    """Frameworks copy what they hold; a copy's own connections would go beyond the limit."""
+    endpoint = Endpoint("http://gpu:8000/v1", "m", api_key="secret-key-123")
+    assert copy.copy(endpoint) is endpoint
+    assert copy.deepcopy({"drafter": [endpoint]})["drafter"][0] is endpoint
+
+
+def test_a_pickled_endpoint_has_its_options_and_no_key(monkeypatch):
+    """The key stays behind; where the copy is used, it comes from the environment."""
+    key = "from-the-environment"
+    with ScriptedServer(kind="vllm", api_key=key) as server:
+        endpoint = Endpoint(
+            server.base_url,
+            "scripted",
+            api_key=key,
+            extra_body={"seed": 1},
+            request_timeout=7.0,
+            max_concurrency=3,
+            max_attempts=2,
+        )
+        portal.run(endpoint.chat(QUESTION, step=STEP))  # used, so that it holds connections
+        pickled = pickle.dumps(endpoint)
+        endpoint.close()
+        assert key.encode() not in pickled
+        monkeypatch.delenv("SPECRAG_API_KEY", raising=False)
+        again = pickle.loads(pickled)
+        assert again.options == endpoint.options
+        with pytest.raises(ConfigurationError, match="SPECRAG_API_KEY is not set"):
+            portal.run(again.chat(QUESTION, step=STEP))
+        monkeypatch.setenv("SPECRAG_API_KEY", key)
+        portal.run(again.chat(QUESTION, step=STEP))
+        again.close()
+    assert [body["seed"] for body in server.chats] == [1, 1]
+
+
+def test_a_pickled_endpoint_without_a_key_needs_none(monkeypatch):
+    """A server without authentication is reached as before, whatever the environment holds."""
+    monkeypatch.setenv("SPECRAG_API_KEY", "not-for-this-server")
+    with ScriptedServer() as server:
+        endpoint = pickle.loads(pickle.dumps(Endpoint(server.base_url)))
+        portal.run(endpoint.chat(QUESTION, step=STEP))
+        endpoint.close()
+    sent = [headers.get("authorization") for headers in server.headers]
+    assert sent
+    assert not any("not-for-this-server" in (value or "") for value in sent)
+
+
+@pytest.mark.parametrize(
+    ("base_url", "headers", "named"),
+    [
+        ("http://gpu/v1", {"X-Token": "hidden-1"}, "headers"),
+        ("http://someone:hidden-1@gpu/v1", None, "headers"),
+        ("http://gpu/v1?key=hidden-1", None, "a query in its URL"),
+    ],
+)
+def test_what_may_be_secret_is_not_pickled(base_url, headers, named):
+    """Left out in silence, the copy would be refused far from here."""
+    endpoint = Endpoint(base_url, headers=headers)
+    with pytest.raises(pickle.PicklingError, match=named) as caught:
+        pickle.dumps(endpoint)
+    assert "hidden-1" not in str(caught.value)
+    assert copy.deepcopy(endpoint) is endpoint

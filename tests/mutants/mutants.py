@@ -2967,4 +2967,40 @@ MUTANTS = [
         " for d in question.by_arrival if not d.truncated]",
         " for d in question.by_arrival]",
     ),
+    # ---------------------------------------------------------------- an application's own models
+    mutant(
+        "a time-out of an application's model is a lost connection",
+        OWN,
+        "foreign: foreign::a_time_out_and_a_lost_connection_are_failures",
+        "    if _timed_out(error):",
+        "    if _timed_out(error) and not said:",
+    ),
+    mutant(
+        "an application's server repeats the question in a log",
+        OWN,
+        "foreign: foreign::words_that_repeat_the_request_are_left_out",
+        "or str(error), sent), ())",
+        "or str(error), {}), ())",
+    ),
+    mutant(
+        "any error of an SDK is a failure, its bugs too",
+        OWN,
+        "foreign: foreign::a_bug_is_no_failure",
+        "isinstance(error, TimeoutError | ConnectionError)",
+        "isinstance(error, RuntimeError | OSError)",
+    ),
+    mutant(
+        "a pickled endpoint asks its server without a key",
+        OWN,
+        "endpoint: endpoint::a_pickled_endpoint_has_its_options_and_no_key",
+        "api_key=key_from_environment if has_key else None",
+        "api_key=None",
+    ),
+    mutant(
+        "headers are lost with a pickle",
+        OWN,
+        "endpoint: endpoint::what_may_be_secret_is_not_pickled",
+        "        if self._headers or self._query:",
+        "        if self._query:",
+    ),
 ]
