@@ -862,7 +862,19 @@ def report(*, folder: str, prices: tuple[str, ...], features: str | None, table:
     click.echo(f"Report: {run.report}")
 
 
-_SHARE = click.FloatRange(min=0, max=1, min_open=True, max_open=True)
+class _Share(click.FloatRange):
+    """A number between 0 and 1; `nan` is none, and slips through every comparison."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        share = float(super().convert(value, param, ctx))
+        if not 0 < share < 1:
+            self.fail(f"{value} is not between 0 and 1.", param, ctx)
+        return share
+
+
+_SHARE = _Share(min=0, max=1, min_open=True, max_open=True)
 
 
 @specrag.command(epilog=_KEYS)

@@ -610,7 +610,12 @@ def show_evaluation(out: Console, summary: Mapping[str, Any]) -> None:
     if judged:
         out.print(_text(_told_of_judging(summary, judged), "dim"))
     sets = ", ".join(_set(one) for one in summary["datasets"])
-    out.print(_text(f"Questions: {sets or 'none'}. In brackets: 95 % intervals.", "dim"))
+    out.print(
+        _text(
+            f"Questions of each set: {sets or 'none'}. In the table's brackets: 95 % intervals.",
+            "dim",
+        )
+    )
     for one in summary["datasets"]:
         if label := one["majority"]:
             told = f"{one['name']}: {label['label']} every time is right {_percent(label['share'])}"
@@ -623,8 +628,8 @@ def show_evaluation(out: Console, summary: Mapping[str, Any]) -> None:
 
 
 def _set(one: Mapping[str, Any]) -> str:
-    without = f" ({one['unanswerable']} without an answer)" if one["unanswerable"] else ""
-    return f"{one['questions']} of {one['name']}{without}"
+    without = f", {one['unanswerable']} without an answer" if one["unanswerable"] else ""
+    return f"{one['name']} ({one['questions']}{without})"
 
 
 _RIGHT_COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
@@ -744,7 +749,9 @@ def _promise(found: CalibrationReport) -> str:
     thresholds = found.calibration.thresholds
     if thresholds is None:
         bound = "" if found.bound is None else f" (the best lower bound is {found.bound:.2g})"
-        return f"No threshold promises anything{bound}: the file holds a confidence, and none."
+        return (
+            f"No threshold promises anything{bound}: the file holds a confidence and no thresholds."
+        )
     accept = thresholds.accept_confidence
     early = "" if accept is None else f", and stop early from {accept:.2f} on"
     told = (

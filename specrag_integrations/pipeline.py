@@ -47,7 +47,12 @@ from specrag_integrations.models import ChatModel, Message, StepKind
 from specrag_integrations.options import check_kind, checked_whole
 from specrag_integrations.passages import Passage, Usable
 from specrag_integrations.portal import portal
-from specrag_integrations.prompts import Template, draft_messages, refine_messages
+from specrag_integrations.prompts import (
+    Template,
+    checked_template,
+    draft_messages,
+    refine_messages,
+)
 from specrag_integrations.scores import Score, Scoring, TierName
 from specrag_integrations.selection import (
     BestScore,
@@ -111,9 +116,10 @@ class SpeculativeRAG(Engine):
             `"when_unsure"` only where a rival answer is within 0.1 nats of it, or where it is below
             `min_confidence` and there is no fallback.
         fallback: `"standard"`, or None to raise `NoAnswerError` where no draft can be used.
-        draft_template: The app's own prompt for the drafts instead of ours. It must ask for a
-            rationale and an answer, as `prompts.draft_request` has a prompt do.
-        fallback_template: The app's own prompt for the fallback instead of ours.
+        draft_template: The app's own prompt for the drafts instead of ours: (question, passages,
+            history) -> messages. It must ask for a rationale and an answer, as
+            `prompts.draft_request` has a prompt do.
+        fallback_template: The app's own prompt for the fallback instead of ours, of the same kind.
         max_answer_tokens: The most tokens of a draft, a refined answer, and a fallback's answer.
         deadline: Seconds a question may take. The best draft scored by then wins.
         instructions: The app's own words, added to our draft, refine and fallback prompts.
@@ -150,8 +156,6 @@ class SpeculativeRAG(Engine):
         self._num_drafts = checked_whole("num_drafts", num_drafts)
         self._passages_per_draft = checked_whole("passages_per_draft", passages_per_draft)
         checked_whole("max_answer_tokens", max_answer_tokens)
-        if fallback not in {"standard", None}:
-            raise ConfigurationError(f"fallback={fallback!r} must be 'standard' or None")
         self._partitioner = PARTITIONER if partitioner is None else partitioner
         check_kind("partitioner", self._partitioner, method="check")
         check_kind("selector", selector, method="select")
@@ -166,8 +170,6 @@ class SpeculativeRAG(Engine):
                 f"refine={refine!r} must be one of {', '.join(get_args(Refine))}"
             )
         check_kind("embedder", embedder, method="__call__")
-        check_kind("draft_template", draft_template, method="__call__")
-        check_kind("fallback_template", fallback_template, method="__call__")
         check_kind("scoring", scoring, kind=Scoring)
         check_kind("calibration", calibration, kind=Calibration)
         check_kind("instructions", instructions, kind=str)
@@ -180,7 +182,11 @@ class SpeculativeRAG(Engine):
         )
         self._partitioner.check(num_drafts=num_drafts, passages_per_draft=passages_per_draft)
         self._embedder = embedder
-        drafting = draft_template or partial(draft_messages, instructions=instructions)
+        drafting: Template = partial(draft_messages, instructions=instructions)
+        if draft_template is not None:
+            drafting = checked_template("draft_template", draft_template)
+            others_ours = refine != "never" or (fallback and fallback_template is None)
+            _check_used(instructions, used=bool(others_ours))
         self._drafter = Drafter(models=drafters, max_tokens=max_answer_tokens, template=drafting)
         self._model = verifying
         self._selector = selector
@@ -192,14 +198,13 @@ class SpeculativeRAG(Engine):
             selector,
             comparable=len({model.name for model in drafters}) == 1,
         )
-        self._standard = None
-        if fallback == "standard":
-            self._standard = StandardRAG(
-                verifying,
-                instructions=instructions,
-                template=fallback_template,
-                max_tokens=max_answer_tokens,
-            )
+        self._standard = _standard(
+            verifying,
+            fallback,
+            template=fallback_template,
+            instructions=instructions,
+            max_tokens=max_answer_tokens,
+        )
         self._instructions, self._max_tokens = instructions, max_answer_tokens
         self._calibration = calibration
         self._min_confidence, self._accept_confidence = min_confidence, accept_confidence
@@ -768,6 +773,44 @@ def _verifier(
         )
     tiers = all_tiers(scoring, comparable_drafts=comparable, own_selector=selector is None)
     return Verifier(model, scoring=scoring, tiers=tiers, comparable_drafts=comparable)
+
+
+def _standard(
+    model: ChatModel,
+    fallback: str | None,
+    *,
+    template: Template | None,
+    instructions: str | None,
+    max_tokens: int,
+) -> StandardRAG | None:
+    """Return what answers where no draft is trusted; None where nothing is to.
+
+    Raises:
+        ConfigurationError: there is no such fallback, or no prompt for none.
+    """
+    if fallback not in {"standard", None}:
+        raise ConfigurationError(f"fallback={fallback!r} must be 'standard' or None")
+    if fallback is None:
+        if template is not None:
+            raise ConfigurationError("fallback_template= does nothing with fallback=None")
+        return None
+    if template is None:
+        return StandardRAG(model, instructions=instructions, max_tokens=max_tokens)
+    template = checked_template("fallback_template", template)
+    return StandardRAG(model, template=template, max_tokens=max_tokens)
+
+
+def _check_used(instructions: str | None, *, used: bool) -> None:
+    """Refuse instructions that no prompt would hold.
+
+    Raises:
+        ConfigurationError: there are some, and templates replace all of our prompts.
+    """
+    if instructions is not None and not used:
+        raise ConfigurationError(
+            "instructions= does nothing, since templates replace all of our prompts; "
+            "put the instructions into these"
+        )
 
 
 def _models(name: str, given: ChatModel | Sequence[ChatModel]) -> tuple[ChatModel, ...]:

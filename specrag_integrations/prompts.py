@@ -11,13 +11,20 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from inspect import iscoroutine
 from string import ascii_uppercase
 
+from specrag_integrations.errors import ConfigurationError
 from specrag_integrations.models import Message, assistant, user
+from specrag_integrations.options import check_kind
 from specrag_integrations.passages import Passage
 
 Template = Callable[[str, Sequence[Passage], Sequence[Message]], tuple[Message, ...]]
-"""(question, passages, history) -> the prompt, as `draft_messages` or an application words it."""
+"""(question, passages, history) -> the prompt, as `draft_messages` or an application words it.
+
+The same arguments must give the same messages. It is tried once, with made-up ones, when an engine
+is made.
+"""
 
 RATIONALE = "Rationale:"
 ANSWER = "Answer:"
@@ -75,6 +82,39 @@ PROBE_QUESTION = "Which city is the capital of France?"
 PROBE_RATIONALE = "The government and the parliament of France have their seat in Paris."
 PROBE_ANSWER = "Paris"
 """What a server is tried with once, to see which log-probabilities it returns."""
+
+
+def checked_template(name: str, template: Template) -> Template:
+    """Return an application's template that tells when it makes no prompt; it is tried once.
+
+    Args:
+        name: The parameter it was given as.
+        template: What was given.
+
+    Raises:
+        ConfigurationError: it is not callable, or returned something else than messages.
+    """
+    check_kind(name, template, method="__call__")
+
+    def prompt(
+        question: str, passages: Sequence[Passage], history: Sequence[Message]
+    ) -> tuple[Message, ...]:
+        turns = template(question, passages, history)
+        if iscoroutine(turns):
+            turns.close()  # else Python warns that nobody awaited it
+        if not isinstance(turns, list | tuple) or not turns:
+            wrong = f"{'an empty ' if turns in ([], ()) else 'a '}{type(turns).__name__}"
+        elif others := [turn for turn in turns if not isinstance(turn, Message)]:
+            wrong = f"a {type(turns).__name__} that holds a {type(others[0]).__name__}"
+        else:
+            return tuple(turns)
+        raise ConfigurationError(
+            f"{name} must return a list of Message, such as [user('…')] with "
+            f"specrag_integrations.models.user; it returned {wrong}"
+        )
+
+    prompt("question", (Passage(text="text", title="title"),), ())
+    return prompt
 
 
 def draft_messages(

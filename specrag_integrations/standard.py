@@ -20,6 +20,7 @@ from specrag_integrations.citations import (
 )
 from specrag_integrations.engine import Clock, Engine
 from specrag_integrations.errors import (
+    ConfigurationError,
     ContextTooSmallError,
     EndpointError,
     MalformedReplyError,
@@ -37,7 +38,7 @@ from specrag_integrations.models import (
 )
 from specrag_integrations.options import checked_whole
 from specrag_integrations.passages import Passage, Usable
-from specrag_integrations.prompts import Template, answer_messages
+from specrag_integrations.prompts import Template, answer_messages, checked_template
 from specrag_integrations.spans import without_thinking
 from specrag_integrations.usage import StepUsage, Usage
 
@@ -123,7 +124,8 @@ class StandardRAG(Engine):
     Args:
         model: The model, an `Endpoint` as a rule.
         instructions: The app's own words, added to the prompt.
-        template: The app's whole prompt instead of ours, which asks for a brief answer.
+        template: The app's whole prompt instead of ours, which asks for a brief answer:
+            (question, passages, history) -> messages.
         max_tokens: The most tokens of an answer.
         deadline: Seconds a question may take; None for no limit.
 
@@ -142,7 +144,13 @@ class StandardRAG(Engine):
     ) -> None:
         super().__init__(models=[model], deadline=deadline)
         self.model = model
-        self._prompt = template or partial(answer_messages, instructions=instructions)
+        if template is not None and instructions is not None:
+            raise ConfigurationError(
+                "instructions= does nothing, since template= replaces our prompt; put them into it"
+            )
+        self._prompt: Template = partial(answer_messages, instructions=instructions)
+        if template is not None:
+            self._prompt = checked_template("template", template)
         self._max_tokens = checked_whole("max_tokens", max_tokens)
 
     async def _run(

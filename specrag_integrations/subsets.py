@@ -92,10 +92,12 @@ class MultiPerspective:
     def __post_init__(self) -> None:
         checked_whole("anchor", self.anchor, at_least=0)
         checked_whole("lead", self.lead, at_least=0)
+        _check_seed(self.seed)
 
     def check(self, *, num_drafts: int, passages_per_draft: int) -> None:
         """Refuse an anchor that leaves nothing to vary between several drafts."""
-        if num_drafts - bool(self.lead) > 1 and self.anchor >= passages_per_draft:
+        equal = self.lead == passages_per_draft <= self.anchor  # the lead is what all others read
+        if num_drafts - bool(self.lead) + equal > 1 and self.anchor >= passages_per_draft:
             raise ConfigurationError(
                 f"anchor={self.anchor} fills passages_per_draft={passages_per_draft}, so all "
                 "drafts would read the same; lower anchor or raise passages_per_draft"
@@ -124,6 +126,11 @@ class MultiPerspective:
         return [tuple(sorted([*anchored, *(rest[place] for place in places)])) for places in drawn]
 
 
+def _check_seed(seed: int) -> None:
+    if checked_whole("seed", seed, at_least=0) >= 2**32:
+        raise ConfigurationError(f"seed={seed} must be below 2 ** 32, which scikit-learn asks for")
+
+
 class _AnyNumbers:
     """A partitioner that works with any numbers."""
 
@@ -143,6 +150,9 @@ class ByCluster(_AnyNumbers):
 
     seed: int = 0
     needs_vectors = True
+
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
 
     def partition(
         self,
@@ -185,6 +195,9 @@ class RankStratified(_AnyNumbers):
     seed: int = 0
     needs_vectors = False
 
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
+
     def partition(
         self,
         count: int,
@@ -204,6 +217,9 @@ class Random(_AnyNumbers):
 
     seed: int = 0
     needs_vectors = False
+
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
 
     def partition(
         self,

@@ -105,6 +105,6 @@ def test_errors_cross_a_process_boundary():
     """A pool's worker sends its exception by pickle."""
     error = errors.EndpointUnavailableError("busy", status_code=429)
 
-    copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
+    copy = pickle.loads(pickle.dumps(error))
 
     assert (str(copy), copy.status_code, type(copy)) == ("busy", 429, type(error))

@@ -215,6 +215,8 @@ def test_a_precision_out_of_reach_is_said_to_be(
         (["--system", "speculative+listwise"], 1, "Listwise cannot be replayed"),
         (["--system", "speculative+agreement"], 1, "at the tier agreement drafts have no score"),
         (["--target-precision", "1"], 2, "--target-precision"),
+        (["--target-precision", "nan"], 2, "nan is not between 0 and 1"),
+        (["--delta", "nan"], 2, "nan is not between 0 and 1"),
         (["--delta", "0"], 2, "--delta"),
         (["--out", "nowhere/mine.json"], 2, "--out nowhere/mine.json cannot be written"),
         (["--out", "."], 2, "--out . cannot be written"),

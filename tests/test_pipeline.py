@@ -38,6 +38,11 @@ QUESTION = "Which river is meant?"
 Scripted = Callable[..., ScriptedServer]
 
 
+def TEMPLATE(question: str, passages: Any, history: Any) -> list[Message]:  # noqa: N802 - a value
+    """An app's own prompt."""
+    return [user(f"Mine: {question}")]
+
+
 def text_of(body: dict[str, Any]) -> str:
     """Return all that a request says."""
     return "\n".join(message["content"] for message in body["messages"])
@@ -696,6 +701,70 @@ def test_wrong_options_are_refused_at_construction(
     """The error names the option and comes before any question."""
     with pytest.raises(ConfigurationError, match=named):
         make(server, **options)
+
+
+async def _prompt(*_: Any) -> tuple[Message, ...]:
+    return (user("Question?"),)
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (None, "it returned a NoneType"),
+        ((), "it returned an empty tuple"),
+        ("Answer this.", "it returned a str"),
+        ([{"role": "user", "content": "Question?"}], "it returned a list that holds a dict"),
+        (iter([user("Question?")]), "it returned a list_iterator"),
+    ],
+)
+@pytest.mark.parametrize("name", ["draft_template", "fallback_template"])
+def test_a_template_that_makes_no_prompt_is_refused(
+    server: ScriptedServer, name: str, returned: Any, told: str
+) -> None:
+    """It is tried at construction, and the error names the parameter, not our own code."""
+    with pytest.raises(ConfigurationError, match=f"{name} must return a list of Message.*{told}"):
+        make(server, **{name: lambda *_: returned})
+    with pytest.raises(ConfigurationError, match=f"{name} must return .*it returned a coroutine"):
+        make(server, **{name: _prompt})
+
+
+def test_a_template_may_fail_later_and_says_so(scripted: Scripted) -> None:
+    """What made a prompt from made-up passages may make none from others."""
+    server = scripted()
+
+    def template(question: str, passages: Any, history: Any) -> list[Message]:
+        return [] if question == QUESTION else [user(question)]
+
+    with pytest.raises(ConfigurationError, match="draft_template .* an empty list"):
+        make(server, draft_template=template).ask(QUESTION, PASSAGES)
+    assert server.chats == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fallback": None, "fallback_template": TEMPLATE},
+        {"draft_template": TEMPLATE, "fallback_template": TEMPLATE, "instructions": "Be brief."},
+        {"draft_template": TEMPLATE, "fallback": None, "instructions": "Be brief."},
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    server: ScriptedServer, options: dict[str, Any]
+) -> None:
+    """Each is told of by name; where one of our prompts is left, instructions reach it."""
+    with pytest.raises(ConfigurationError, match="does nothing"):
+        make(server, **options)
+    make(server, **{**options, "fallback": "standard", "refine": "always"})
+
+
+def test_instructions_reach_the_prompts_that_are_ours(scripted: Scripted) -> None:
+    """Beside an app's fallback prompt, they are in the drafts'; beside its drafts', in ours."""
+    for own in ("fallback_template", "draft_template"):
+        server = scripted(respond="unreadable\n\nAnswer:")  # no draft can be used
+        make(server, **{own: TEMPLATE, "instructions": "Be brief."}).ask(QUESTION, PASSAGES)
+        prompts = [body["messages"][-1]["content"] for body in server.chats]
+        assert len({"Mine:" in prompt for prompt in prompts}) == 2
+        assert all(("Be brief." in prompt) != ("Mine:" in prompt) for prompt in prompts)
 
 
 def test_an_apps_own_prompt_writes_the_drafts(scripted: Scripted) -> None:

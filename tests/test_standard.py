@@ -254,3 +254,18 @@ def test_wrong_options_are_refused(server: ScriptedServer, options: dict[str, An
     """The error comes at construction."""
     with pytest.raises(ConfigurationError):
         StandardRAG(Endpoint(server.base_url), **options)
+
+
+def test_an_apps_own_prompt_is_checked_and_takes_no_instructions(server):
+    """What can never work is refused at construction, by name."""
+    endpoint = Endpoint(server.base_url)
+    with pytest.raises(ConfigurationError, match="template must be an object with"):
+        StandardRAG(endpoint, template="x")
+    with pytest.raises(ConfigurationError, match="template must return a list of Message"):
+        StandardRAG(endpoint, template=lambda *_: "x")
+    with pytest.raises(ConfigurationError, match="instructions= does nothing"):
+        StandardRAG(endpoint, template=lambda *_: [user("x")], instructions="Be brief.")
+    rag = StandardRAG(endpoint, template=lambda *_: [user("Mine?")])
+    rag.ask("Question?", ["A passage."])
+    rag.close()
+    assert [body["messages"] for body in server.chats] == [[{"role": "user", "content": "Mine?"}]]

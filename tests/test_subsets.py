@@ -556,3 +556,19 @@ def test_the_first_subset_holds_the_best_of_each_cluster():
             subsets(clustered(4, 5), m=3, k=2, partitioner=MultiPerspective(seed=seed))
         )
         assert first == (0, 4)
+
+
+@pytest.mark.parametrize("kind", [MultiPerspective, ByCluster, RankStratified, Random])
+@pytest.mark.parametrize("seed", ["x", -1, 1.5, None, 2**32, True])
+def test_a_seed_that_scikit_learn_would_refuse_is_refused_at_once(kind, seed):
+    """By name, and not by a library when the first question is asked."""
+    with pytest.raises(ConfigurationError, match="seed="):
+        kind(seed=seed)
+    assert kind(seed=2**32 - 1).seed == 2**32 - 1
+
+
+def test_an_anchor_that_leaves_only_the_lead_is_refused():
+    """Two drafts would read the same two passages, so that there would be one."""
+    with pytest.raises(ConfigurationError, match="anchor=2 fills passages_per_draft=2"):
+        MultiPerspective(anchor=2, lead=2).check(num_drafts=2, passages_per_draft=2)
+    MultiPerspective(anchor=2, lead=3).check(num_drafts=2, passages_per_draft=2)

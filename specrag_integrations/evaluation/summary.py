@@ -562,7 +562,7 @@ def _advice(row: Json) -> str:
     name, against = row["name"], row["against_standard"]
     number, speed = against["difference"]["n"], against["speedup"]
     told = f"{name} {_points(against['difference'])} against standard RAG on {number} questions"
-    told += f", {_times(speed, number)} as fast" if speed else ", without uncached timings"
+    told += f", {_times(speed, number)} as fast" if speed else ", from kept replies, so untimed"
     faster = speed is not None and speed["low"] > 1
     if against["verdict"] == "better":
         return f"Use {name}: {told}."

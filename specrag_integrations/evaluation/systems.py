@@ -59,6 +59,7 @@ _SAMPLERS: Mapping[str, Callable[..., Partitioner]] = {
     "random": Random,
 }
 _TERMS = [term for term in TIERS["prompt_logprobs"].terms if term != "reflection"]
+_NUMBERED = re.compile(r"(m|k|anchor|lead|top)-?\d+\Z")
 _NUMBER = re.compile(r"(m|k|anchor|lead|top)([1-9]\d{0,3})\Z")
 _PARAMETERS = {"m": "num_drafts", "k": "passages_per_draft"}
 
@@ -184,18 +185,23 @@ class System:
         if self.base == "langchain":
             return LangChainStuff(model, instructions=instructions, **self.options)
         if self.base != "speculative":
-            rationale = partial(draft_messages, instructions=instructions)
-            template = rationale if self.rationale else None
-            return StandardRAG(model, instructions=instructions, template=template)
+            if self.rationale:
+                return StandardRAG(
+                    model, template=partial(draft_messages, instructions=instructions)
+                )
+            return StandardRAG(model, instructions=instructions)
         options = dict(self.options)
         if self.scoring:
             options["scoring"] = Scoring(**self.scoring)
         if self.calibrated:
             options |= _calibrated(self.name, models.calibration)
         drafter = models.verifier if self.self_drafting else models.drafter
-        return SpeculativeRAG(
-            drafter=drafter, verifier=models.verifier, instructions=instructions, **options
-        )
+        try:
+            return SpeculativeRAG(
+                drafter=drafter, verifier=models.verifier, instructions=instructions, **options
+            )
+        except ConfigurationError as error:
+            raise ConfigurationError(f"the system {self.name!r}: {error}") from error
 
 
 def parse_systems(text: str) -> list[System]:
@@ -240,6 +246,11 @@ def system_named(name: str) -> System:
         if found is not None and _parts(found) == _parts(system):
             raise ConfigurationError(
                 f"the system {name!r}: {modifier!r} replaces another part of it"
+            )
+        numbered = _NUMBERED.match(modifier)
+        if found is None and numbered and f"{numbered[1]}N" in _modifiers_of(system):
+            raise ConfigurationError(
+                f"the system {name!r}: {modifier!r} takes a number from 1 to 9999"
             )
         if found is None:
             raise ConfigurationError(
