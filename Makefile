@@ -55,10 +55,11 @@ test-mutants: .venv/dev  ## Each listed defect, put into the code, must fail a t
 notebooks: .venv/dev  ## Run the notebooks on embedded endpoints (4 minutes)
 	$(BIN)/python -m pytest --nbmake --nbmake-timeout=900 notebooks
 
-bench: .venv/dev  ## Print what importing the package and k-means cost, and how good intervals are
+bench: .venv/dev  ## Print costs of imports and k-means, how good intervals are, and docs/results' tables
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/kmeans.py
 	$(BIN)/python benchmarks/interval_coverage.py
+	$(BIN)/python benchmarks/results.py docs/results/*.features.jsonl.gz
 
 eval-smoke: .venv/demo  ## A real evaluation of 8 questions with SmolLM2, and its report (2 minutes)
 	rm -rf build/eval-smoke

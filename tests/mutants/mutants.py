@@ -3003,4 +3003,47 @@ MUTANTS = [
         "        if self._headers or self._query:",
         "        if self._query:",
     ),
+    mutant(
+        "a template that returns a generator asks for nothing, in silence",
+        OWN,
+        "prompts: pipeline::a_template_that_makes_no_prompt_is_refused",
+        "if not isinstance(turns, list | tuple) or not turns:",
+        "if not turns:",
+    ),
+    mutant(
+        "a template may return dicts",
+        OWN,
+        "prompts: pipeline::a_template_that_makes_no_prompt_is_refused",
+        "if not isinstance(turn, Message)]:",
+        "if turn is None]:",
+    ),
+    mutant(
+        "a template is tried for the first time by a question",
+        OWN,
+        "prompts: pipeline::a_template_that_makes_no_prompt_is_refused",
+        """    prompt("question", (Passage(text="text", title="title"),), ())
+""",
+        "",
+    ),
+    mutant(
+        "instructions that reach no prompt are accepted",
+        OWN,
+        "pipeline: pipeline::options_that_would_do_nothing_are_refused",
+        'others_ours = refine != "never" or (fallback and fallback_template is None)',
+        "others_ours = True",
+    ),
+    mutant(
+        "instructions are refused although the fallback's prompt is ours",
+        OWN,
+        "pipeline: pipeline::instructions_reach_the_prompts_that_are_ours",
+        'others_ours = refine != "never" or (fallback and fallback_template is None)',
+        "others_ours = False",
+    ),
+    mutant(
+        "a seed that scikit-learn refuses is found out by a question",
+        OWN,
+        "subsets: subsets::a_seed_that_scikit_learn_would_refuse_is_refused_at_once",
+        'checked_whole("seed", seed, at_least=0) >= 2**32',
+        'checked_whole("seed", seed, at_least=0) >= 2**33',
+    ),
 ]

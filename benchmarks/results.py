@@ -1,0 +1,109 @@
+"""Print the tables of docs/results.md from its files of features, without any model.
+
+    python benchmarks/results.py docs/results/*.features.jsonl.gz [system …]
+
+The files hold outcomes without texts, as `specrag report DIR --features FILE` writes them. Systems
+of several files are compared on the questions that all of them were asked.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from specrag_integrations import display
+from specrag_integrations.evaluation.intervals import paired_difference
+from specrag_integrations.evaluation.outcomes import Outcome
+from specrag_integrations.evaluation.questions import Question
+from specrag_integrations.evaluation.summary import (
+    BASELINE,
+    Compared,
+    compared,
+    summarised,
+)
+from specrag_integrations.evaluation.systems import system_named
+
+SHARES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75)  # of the questions that fall back
+HALF = 25  # questions of each set that a choice may have seen
+
+
+def read(path: str) -> list[Outcome]:
+    """Read a file of features."""
+    opened = gzip.open if path.endswith(".gz") else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        return [Outcome.from_dict(json.loads(line)) for line in file]
+
+
+def halves(run: Compared) -> tuple[list[Question], list[Question]]:
+    """Return the first questions of each set, and the others; the order is that of the draw."""
+    seen: Counter[str] = Counter()
+    both: tuple[list[Question], list[Question]] = [], []
+    for question in run.questions:
+        both[seen[question.dataset] >= HALF].append(question)
+        seen[question.dataset] += 1
+    return both
+
+
+def frontier(run: Compared, system: str) -> None:
+    """Print what falling back below a score would have made of a system, were it the confidence."""
+    pairs = list(zip(run.of(system), run.of(BASELINE), strict=True))
+    scored = [(_score(ours), ours, theirs) for ours, theirs in pairs]
+    for share in SHARES:
+        least = sorted(score for score, _, _ in scored)[int(share * len(scored))]
+        mixed = [(theirs if score < least else ours, theirs) for score, ours, theirs in scored]
+        found = paired_difference([a.right for a, _ in mixed], [b.right for _, b in mixed])
+        read = sum(
+            (ours.verifier.prompt or 0) + (theirs.verifier.prompt or 0) * (score < least)
+            for score, ours, theirs in scored
+        ) / sum(theirs.verifier.prompt or 0 for _, theirs in pairs)
+        fallen = fmean(score < least for score, _, _ in scored)
+        assert found is not None  # noqa: S101 - there are questions
+        points = (
+            100 * end for end in (found.interval.value, found.interval.low, found.interval.high)
+        )
+        told = "{:+.1f} points ({:+.1f} to {:+.1f})".format(*points)
+        print(
+            f"{system}, falling back below {math.exp(least):.2f}: {fallen:.0%} of the questions, "
+            f"{told} against {BASELINE}, the verifier reads {read:.0%} of its tokens"
+        )
+
+
+def _score(outcome: Outcome) -> float:
+    values = [draft.value for draft in outcome.drafts if draft.index == outcome.winner]
+    return values[0] if values and values[0] is not None else -math.inf
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print everything."""
+    files = [one for one in arguments if Path(one).exists()]
+    outcomes = [outcome for file in files for outcome in read(file)]
+    names = [one for one in arguments if one not in files]
+    systems = [system_named(one) for one in names or dict.fromkeys(o.system for o in outcomes)]
+    places = dict.fromkeys((one.dataset, one.id) for one in outcomes)
+    # An answer stands for those that the features leave out: every question here has one.
+    asked = [Question(dataset=d, id=i, question="?", answers=("?",)) for d, i in places]
+    run = compared(asked, systems, outcomes)
+    display.show_evaluation(display.console(), summarised(run))
+    parts = {name: [q for q in run.questions if q.dataset == name] for name, _ in places}
+    parts |= dict(zip(("first half", "second half"), halves(run), strict=True))
+    for system in systems:
+        told = []
+        for part, questions in parts.items():
+            right = sum(run.by_system[system.name][q.dataset, q.id].right for q in questions)
+            told.append(f"{part} {right}/{len(questions)}")
+        print(f"{system.name}: {', '.join(told)}")
+    for system in systems:
+        if BASELINE in run.by_system and any(
+            one.tier == "reflection" for one in run.of(system.name)
+        ):
+            frontier(run, system.name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
