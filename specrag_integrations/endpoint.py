@@ -228,6 +228,11 @@ class Endpoint:
         return self._max_attempts
 
     @property
+    def has_key(self) -> bool:
+        """Whether it sends a key."""
+        return self._key.is_set
+
+    @property
     def options(self) -> dict[str, Any]:
         """What it was made with, but for the key, headers and the URL's query."""
         return {

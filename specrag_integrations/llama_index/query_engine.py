@@ -1,0 +1,161 @@
+"""SpeculativeQueryEngine: a retriever and a speculative synthesizer, as one engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Self
+
+from llama_index.core.base.base_query_engine import BaseQueryEngine
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.callbacks import CallbackManager
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.response_synthesizers import BaseSynthesizer
+from llama_index.core.schema import NodeWithScore, QueryBundle
+from llama_index.core.settings import Settings
+
+from specrag_integrations.errors import ConfigurationError
+from specrag_integrations.llama_index.synthesizer import Model, SpeculativeSynthesizer
+
+
+class SpeculativeQueryEngine(RetrieverQueryEngine):
+    """A `RetrieverQueryEngine` that answers by speculative RAG.
+
+    Make one by `from_engine` or `from_args`.
+
+    Args:
+        retriever: Finds the nodes.
+        response_synthesizer: Answers from them.
+        node_postprocessors: Rerank, filter or change them in between.
+        callback_manager: None: the synthesizer's.
+
+    Raises:
+        ConfigurationError: the synthesizer is another one.
+    """
+
+    def __init__(
+        self,
+        retriever: BaseRetriever,
+        response_synthesizer: BaseSynthesizer | None = None,
+        node_postprocessors: list[BaseNodePostprocessor] | None = None,
+        callback_manager: CallbackManager | None = None,
+    ) -> None:
+        if not isinstance(response_synthesizer, SpeculativeSynthesizer):
+            raise ConfigurationError(
+                "response_synthesizer must be a SpeculativeSynthesizer, not a "
+                f"{type(response_synthesizer).__name__}; write "
+                "SpeculativeQueryEngine.from_args(retriever, drafter=…, verifier=…)"
+            )
+        if not isinstance(retriever, BaseRetriever):
+            raise ConfigurationError(
+                f"retriever must be a LlamaIndex retriever, not a {type(retriever).__name__}; "
+                "write index.as_retriever()"
+            )
+        super().__init__(retriever, response_synthesizer, node_postprocessors, callback_manager)
+
+    @classmethod
+    def from_engine(
+        cls,
+        engine: BaseQueryEngine,
+        *,
+        drafter: Model | Sequence[Model],
+        verifier: Model | None = None,
+        **options: Any,
+    ) -> Self:
+        """Take over an engine's retriever, postprocessors, prompt, streaming and callbacks.
+
+        Args:
+            engine: The engine, which is left as it is.
+            drafter: The small model, or several.
+            verifier: The large model; None: the engine's LLM.
+            **options: See `SpeculativeSynthesizer`; one that is given here outweighs the engine's.
+
+        Raises:
+            ConfigurationError: another kind of engine, or one that writes structured or multimodal
+                answers.
+        """
+        if not isinstance(engine, RetrieverQueryEngine):
+            raise ConfigurationError(
+                f"from_engine takes a RetrieverQueryEngine, and this is a {type(engine).__name__}; "
+                "give it a SpeculativeSynthesizer as its response_synthesizer, or the engines "
+                "inside it to from_engine"
+            )
+        synthesizer = engine._response_synthesizer  # noqa: SLF001 - it has no other name
+        if getattr(synthesizer, "_output_cls", None) is not None:
+            options.setdefault("output_cls", synthesizer._output_cls)  # noqa: SLF001
+        if getattr(synthesizer, "_multimodal", False):
+            raise ConfigurationError(
+                "from_engine: the engine shows images to its LLM (multimodal=True), and drafts are "
+                "written from text"
+            )
+        # An answer that asks several times has other prompts, none of which is that of one request.
+        prompt = synthesizer.get_prompts().get("text_qa_template")
+        taken = {
+            "streaming": synthesizer._streaming,  # noqa: SLF001
+            "text_qa_template": prompt,
+            "callback_manager": engine.callback_manager,
+            **options,
+        }
+        llm = synthesizer._llm if verifier is None else verifier  # noqa: SLF001
+        return cls(
+            engine.retriever,
+            SpeculativeSynthesizer(drafter, llm, **taken),
+            engine._node_postprocessors,  # noqa: SLF001
+            taken["callback_manager"],
+        )
+
+    @classmethod
+    def from_args(  # type: ignore[override]
+        cls,
+        retriever: BaseRetriever,
+        *,
+        drafter: Model | Sequence[Model],
+        verifier: Model | None = None,
+        node_postprocessors: list[BaseNodePostprocessor] | None = None,
+        callback_manager: CallbackManager | None = None,
+        **options: Any,
+    ) -> Self:
+        """Make an engine of its parts.
+
+        Args:
+            retriever: Finds the nodes.
+            drafter: The small model, or several.
+            verifier: The large model; None: `Settings.llm`.
+            node_postprocessors: Rerank, filter or change them in between.
+            callback_manager: None: that of `Settings`.
+            **options: See `SpeculativeSynthesizer`.
+        """
+        synthesizer = SpeculativeSynthesizer(
+            drafter, verifier, callback_manager=callback_manager, **options
+        )
+        return cls(retriever, synthesizer, node_postprocessors, callback_manager)
+
+    def with_retriever(self, retriever: BaseRetriever) -> Self:
+        """Return the same engine with another retriever."""
+        return type(self)(
+            retriever,
+            self._response_synthesizer,
+            self._node_postprocessors,
+            self.callback_manager,
+        )
+
+    async def aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        """As `retrieve`, without blocking the loop, also with a retriever that is synchronous."""
+        if _is_sync_only(self._retriever):
+            nodes = await asyncio.to_thread(self._retriever.retrieve, query_bundle)
+        else:
+            nodes = await self._retriever.aretrieve(query_bundle)
+        return await self._async_apply_node_postprocessors(nodes, query_bundle=query_bundle)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what can be pickled: all but the callbacks."""
+        return {name: value for name, value in vars(self).items() if name != "callback_manager"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, callback_manager=Settings.callback_manager)
+
+
+def _is_sync_only(retriever: BaseRetriever) -> bool:
+    """Whether `aretrieve` would call the synchronous `_retrieve` on the loop."""
+    return type(retriever)._aretrieve is BaseRetriever._aretrieve  # noqa: SLF001
