@@ -13,12 +13,16 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
 from specrag_integrations import display
-from specrag_integrations.evaluation.intervals import paired_difference
+from specrag_integrations.evaluation.intervals import (
+    PoolRights,
+    paired_difference,
+    selection_efficiency,
+)
 from specrag_integrations.evaluation.outcomes import Outcome
 from specrag_integrations.evaluation.questions import Question
 from specrag_integrations.evaluation.summary import (
@@ -30,6 +34,18 @@ from specrag_integrations.evaluation.summary import (
 from specrag_integrations.evaluation.systems import system_named
 
 SHARES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75)  # of the questions that fall back
+WEIGHTS = {
+    "reflection": {"reflection": 1.0},
+    "draft": {"draft": 1.0},
+    "reflection + draft": {"reflection": 1.0, "draft": 1.0},
+    "reflection + draft_rationale": {"reflection": 1.0, "draft_rationale": 1.0},
+    "reflection + draft + consistency": {
+        "reflection": 1.0,
+        "draft": 1.0,
+        "consistency_rationale": 0.5,
+        "consistency_answer": 0.5,
+    },
+}
 HALF = 25  # questions of each set that a choice may have seen
 
 
@@ -48,6 +64,30 @@ def halves(run: Compared) -> tuple[list[Question], list[Question]]:
         both[seen[question.dataset] >= HALF].append(question)
         seen[question.dataset] += 1
     return both
+
+
+def reweighted(run: Compared, system: str) -> None:
+    """Print how well other weights would have chosen among a system's drafts."""
+    first, _ = halves(run)
+    for name, weights in WEIGHTS.items():
+        told = []
+        for part, questions in (("all", run.questions), ("first half", first)):
+            outcomes = [run.by_system[system][one.dataset, one.id] for one in questions]
+            found = selection_efficiency([_pool(one, weights) for one in outcomes])
+            if found is not None:
+                one = found.interval
+                told.append(f"{part} {one.value:.2f} ({one.low:.2f} to {one.high:.2f})")
+        if told:  # else its tier has no such terms
+            print(f"{system}, chosen by {name}: efficiency {', '.join(told)}")
+
+
+def _pool(outcome: Outcome, weights: Mapping[str, float]) -> PoolRights:
+    drafts = [one for one in outcome.choices if weights.keys() <= one.terms.keys()]
+    best = max(drafts, key=lambda d: sum(w * d.terms[t] for t, w in weights.items()), default=None)
+    return PoolRights(
+        rights=tuple(one.right for one in outcome.choices),
+        selected=best.right if best else None,
+    )
 
 
 def frontier(run: Compared, system: str) -> None:
@@ -103,6 +143,9 @@ def main(arguments: Sequence[str]) -> None:
             one.tier == "reflection" for one in run.of(system.name)
         ):
             frontier(run, system.name)
+    for system in systems:
+        if system.num_drafts > 1:
+            reweighted(run, system.name)
 
 
 if __name__ == "__main__":

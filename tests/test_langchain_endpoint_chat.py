@@ -265,7 +265,7 @@ def test_it_works_over_many_event_loops(server: ScriptedServer) -> None:
 
 def test_closing_a_stream_frees_the_server(server: ScriptedServer) -> None:
     """A reader that leaves early leaves no request behind."""
-    server.respond = lambda *_: Reply("one two three", chunk_delay=30)
+    server.respond = lambda *_: Fault(hang=True, stream_break_after=2, reply="one two three")
 
     stream = chat(server).stream("Count.")
     assert isinstance(next(stream), AIMessageChunk)

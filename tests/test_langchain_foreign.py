@@ -459,7 +459,8 @@ def test_a_synchronous_question_is_not_ended_early_unasked(
 
     gate._quick = 1
     early = leaves.invoke(QUESTION)
-    threading.Timer(0.2, gate.open.set).start()
+    gate._quick = 1
+    threading.Timer(0.5, gate.open.set).start()
     late = waits.invoke(QUESTION)
 
     assert len(early["specrag"]["abandoned"]) == DRAFTS - 1

@@ -235,6 +235,7 @@ def test_the_context_is_streamed_before_the_fallback_ends(server: ScriptedServer
 
     stream = make(server).stream(QUESTION)
     first = next(stream)
+    assert server.wait_for(lambda s: any(map(is_fallback, s.chats)))
     stream.close()
 
     assert first["context"] == DOCUMENTS
@@ -454,7 +455,8 @@ def test_what_was_learnt_outlives_a_call(server: ScriptedServer) -> None:
         bound.invoke(QUESTION)
 
     assert len(server.probes) == 1
-    assert chain.engine is chain.engine
+    assert chain._variant({"num_drafts": 2}) is chain._variant({"num_drafts": 2})
+    assert len(chain._variants) == 1
 
 
 def test_engines_of_bound_options_are_not_kept_for_ever(server: ScriptedServer) -> None:

@@ -34,7 +34,7 @@ from langchain_kit import (
     writes,
 )
 from scripted_server import ScriptedServer
-from test_langchain_runnable import acollect
+from test_langchain_runnable import Counting, acollect
 
 from specrag_integrations import Endpoint, RankStratified
 from specrag_integrations.langchain import EndpointChat, SpeculativeRAGRunnable
@@ -352,6 +352,17 @@ def test_copies_answer_after_use(
     assert winner(other.invoke(GIVEN)) == "river 1"
     assert winner(asyncio.run(other.ainvoke(GIVEN))) == "river 1"
     assert repr(other) == repr(chain)
+
+
+def test_a_chain_with_embeddings_is_pickled(server: ScriptedServer) -> None:
+    """What a chain made for itself, and could not be pickled, is made anew."""
+    model = chat(server)
+    chain = SpeculativeRAGRunnable(drafter=model, verifier=model, num_drafts=2, embedder=Counting())
+    answer = winner(chain.invoke(GIVEN))
+
+    other = pickle.loads(pickle.dumps(chain))
+
+    assert winner(other.invoke(GIVEN)) == answer
 
 
 def test_a_copied_model_shares_its_endpoint(server: ScriptedServer) -> None:

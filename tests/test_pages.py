@@ -57,6 +57,46 @@ def test_the_code_of_a_page_runs(
     assert capsys.readouterr().out
 
 
+def block_of_readme(framework: str) -> str:
+    (code,) = [one for one in code_of(ROOT / "README.md") if framework in one]
+    return code
+
+
+def test_the_line_for_llama_index_runs(server: ScriptedServer) -> None:
+    """The engine that an index makes is taken over, and its LLM verifies."""
+    pytest.importorskip("llama_index.core")
+    from llama_index.core import Document, MockEmbedding, Settings, VectorStoreIndex
+    from llama_index_kit import llm_of_settings
+
+    from specrag_integrations.llama_index import EndpointLLM
+
+    embedding = MockEmbedding(embed_dim=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Settings, "_embed_model", embedding)
+        documents = [Document(text=text) for text in PASSAGES]
+        index = VectorStoreIndex.from_documents(documents, embed_model=embedding)
+        names: dict[str, Any] = {"index": index, "Endpoint": Endpoint}
+        with llm_of_settings(EndpointLLM(Endpoint(server.base_url))):
+            run(block_of_readme("llama_index"), names, server)
+            response = names["engine"].query(QUESTION)
+    assert str(response)
+    assert len(response.source_nodes) == len(PASSAGES)
+    assert server.chats
+
+
+def test_the_chain_for_langchain_runs(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a retriever, from a question to an answer."""
+    pytest.importorskip("langchain_core")
+    from langchain_kit import Retriever
+
+    names: dict[str, Any] = {"retriever": Retriever(), "Endpoint": Endpoint, "question": QUESTION}
+    run(block_of_readme("langchain"), names, server)
+    assert capsys.readouterr().out.strip()
+    assert server.chats
+
+
 @pytest.mark.embedded
 def test_the_code_for_models_on_this_machine_runs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -24,9 +24,9 @@ from specrag_integrations.evaluation.cache import CachedModel
 from specrag_integrations.evaluation.questions import Question
 from specrag_integrations.pipeline import (
     NUM_DRAFTS,
-    PARTITIONER,
     PASSAGES_PER_DRAFT,
     SpeculativeRAG,
+    default_partitioner,
 )
 from specrag_integrations.prompts import draft_messages
 from specrag_integrations.scores import TIERS, Scoring
@@ -69,11 +69,12 @@ GROUPS: Mapping[str, Sequence[str]] = MappingProxyType(
         "main": ("standard", "standard+rationale", "drafter_only", "speculative"),
         "samplers": (
             *_COMPARED,
-            *(f"speculative+{name}" for name in _SAMPLERS if name != "multi_perspective"),
+            *(f"speculative+{name}" for name in _SAMPLERS),
         ),
         "scores": (
             *_COMPARED,
             "speculative+draft_only",
+            "speculative+with_draft",
             "speculative+only_draft_rationale",
             "speculative+only_draft_answer",
             "speculative+answer_first",
@@ -154,7 +155,10 @@ class System:
 
         Defaults may change from release to release, and a calibration is known by its file.
         """
-        defaults = [NUM_DRAFTS, PASSAGES_PER_DRAFT, named(PARTITIONER)] if self.drafts else []
+        defaults = []
+        if self.drafts:
+            partitioner = named(default_partitioner(PASSAGES_PER_DRAFT))
+            defaults = [NUM_DRAFTS, PASSAGES_PER_DRAFT, partitioner]
         options = {name: _told(value) for name, value in self.options.items()}
         calibration = asdict(models.calibration) if self.calibrated and models.calibration else {}
         known = [self.base, self.top, defaults, options, self.scoring, calibration]
@@ -346,6 +350,7 @@ _CHANGES: Mapping[Base, Mapping[str, Change]] = {
         "single_prompt": _option(selector=SinglePrompt()),
         **{tier: _scoring(tier=tier) for tier in TIERS},
         **{f"only_{term}": _scoring(weights={term: 1.0}) for term in _TERMS},
+        "with_draft": _scoring(weights={"reflection": 1.0, "draft": 1.0}),
         "paper": _scoring(formula="paper"),
         "answer_first": _scoring(order="answer_first"),
         "evidence": _scoring(evidence="passages"),
