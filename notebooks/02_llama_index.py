@@ -90,7 +90,9 @@ for number, source in enumerate(response.source_nodes, start=1):
 # %%
 told = response.metadata["specrag"]
 for draft in told["trace"]["drafts"]:
-    score = next((s["value"] for s in told["trace"]["scores"] if s["draft"] == draft["index"]), None)
+    score = next(
+        (s["value"] for s in told["trace"]["scores"] if s["draft"] == draft["index"]), None
+    )
     print(draft["index"], draft.get("answer", draft.get("failed")), score)
 print(told["tier"], told["usage"]["requests"], "requests")
 

@@ -126,11 +126,13 @@ class Load:
         passages: How many (n).
         tokens: Of one passage (t).
         per_draft: How many passages a draft reads (k).
+        lead: How many the first draft reads, where that is more (l).
     """
 
     passages: int
     tokens: int
     per_draft: int
+    lead: int = 0
 
     def __post_init__(self) -> None:
         for name in ("passages", "tokens", "per_draft"):
@@ -140,6 +142,11 @@ class Load:
     def draft_tokens(self) -> int:
         """Tokens of a draft's passages."""
         return self.tokens * min(self.per_draft, self.passages)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the passages of the first draft, which no other exceeds."""
+        return self.tokens * min(max(self.per_draft, self.lead), self.passages)
 
     @property
     def all_tokens(self) -> int:
@@ -233,13 +240,14 @@ class Servers:
     def speculative(self, load: Load, *, num_drafts: int, tier: TierName) -> SpeculativeCost:
         """Return what Speculative RAG takes with so many drafts."""
         drafter = self.drafter
+        longest = drafter.reading(DRAFT_PROMPT + load.longest_tokens, cached=DRAFT_PREFIX)
         read = drafter.reading(DRAFT_PROMPT + load.draft_tokens, cached=DRAFT_PREFIX)
         write = drafter.writing(DRAFT_WRITTEN)
         # A draft that queues lands after the one before it; drafts at no extra cost land together.
         apart = drafter.further * (read + write)
         return SpeculativeCost(
             num_drafts=num_drafts,
-            read=drafter.at_once(read, num_drafts),
+            read=longest + (num_drafts - 1) * drafter.further * read,
             write=drafter.at_once(write, num_drafts),
             verify=self._verification(tier, num_drafts, apart),
             requests={"draft": num_drafts, "verify": TIERS[tier].requests(num_drafts)},
@@ -312,6 +320,7 @@ class Forecast:
             "passages": self.load.passages,
             "tokens": self.load.tokens,
             "passages_per_draft": self.load.per_draft,
+            "passages_of_first_draft": max(self.load.per_draft, self.load.lead),
             "tier": self.tier,
             "shared": self.servers.shared,
             "num_drafts": self.speculative.num_drafts,

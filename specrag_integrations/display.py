@@ -585,12 +585,13 @@ def _show_forecast(out: Console, found: Forecast) -> None:
             style="bold" if chosen else None,
         )
     out.print(table)
+    first = f", the first of {load.lead}" if load.lead > load.per_draft else ""
     apart = "hardware of their own (if not, say --shared)"
     hardware = "the same hardware" if found.servers.shared else apart
     out.print(
         _text(
-            f"m drafts, each of {load.per_draft} passages; tier {found.tier}; drafter and verifier "
-            f"taken to run on {hardware}. * what verification adds after the last draft.",
+            f"m drafts, each of {load.per_draft} passages{first}; tier {found.tier}; drafter and "
+            f"verifier taken to run on {hardware}. * what verification adds after the last draft.",
             "dim",
         )
     )

@@ -32,7 +32,7 @@ from specrag_integrations.endpoint import Endpoint
 from specrag_integrations.errors import EndpointError
 from specrag_integrations.labels import is_thinking
 from specrag_integrations.models import ChatReply, ChatRequest, Step, user
-from specrag_integrations.pipeline import PASSAGES_PER_DRAFT
+from specrag_integrations.pipeline import LEAD, PASSAGES_PER_DRAFT
 from specrag_integrations.portal import portal
 from specrag_integrations.scores import ASKING, Scoring, TierName
 from specrag_integrations.tasks import Tasks
@@ -169,7 +169,7 @@ class Diagnosis:
         """Where the passages do not fit into a context."""
         needed = {
             "verifier": (self.verifier, ANSWER_PROMPT + self.load.all_tokens + ANSWER_WRITTEN),
-            "drafter": (self.drafter, DRAFT_PROMPT + self.load.draft_tokens + DRAFT_WRITTEN),
+            "drafter": (self.drafter, DRAFT_PROMPT + self.load.longest_tokens + DRAFT_WRITTEN),
         }
         fewer = {"verifier": "standard RAG reads fewer", "drafter": "drafts fail"}
         return tuple(
@@ -290,7 +290,7 @@ async def adiagnose(
     say: Say = lambda _: None,
 ) -> Diagnosis:
     """As `diagnose`, without blocking the loop."""
-    load = Load(passages=passages, tokens=tokens, per_draft=PASSAGES_PER_DRAFT)
+    load = Load(passages=passages, tokens=tokens, per_draft=PASSAGES_PER_DRAFT, lead=LEAD)
     roles = {"drafter": drafter, "verifier": verifier}
     if drafter is verifier:
         roles = {"verifier": verifier}

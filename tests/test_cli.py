@@ -226,8 +226,11 @@ def test_ask_takes_the_files_a_shell_expands(server: ScriptedServer, docs: Path)
 
 
 def test_ask_obeys_its_numbers(server: ScriptedServer, docs: Path) -> None:
-    """--top, --num-drafts and --passages-per-draft decide how much is read and written."""
-    sizes = ("--top", "3", "--num-drafts", "2", "--passages-per-draft", "1")
+    """--top, --num-drafts and --passages-per-draft decide how much is read and written.
+
+    The first draft reads the best-ranked passages, however many the others read.
+    """
+    sizes = ("--top", "3", "--num-drafts", "3", "--passages-per-draft", "1")
     answer = json.loads(
         specrag(
             "ask", "Gates?", "--docs", docs, *sizes, "--drafter", server.base_url, "--json"
@@ -235,7 +238,7 @@ def test_ask_obeys_its_numbers(server: ScriptedServer, docs: Path) -> None:
     )
 
     assert len(answer["trace"]["passages"]) == 3
-    assert [len(ranks) for ranks in answer["trace"]["subsets"]] == [1, 1]
+    assert [len(ranks) for ranks in answer["trace"]["subsets"]] == [3, 1, 1]
 
 
 def test_ask_by_standard_rag(server: ScriptedServer, rows: Path) -> None:

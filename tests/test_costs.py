@@ -349,3 +349,20 @@ def test_the_prompts_are_as_long_as_the_constants_say() -> None:
     for name, length in lengths.items():
         assert getattr(costs, name) == pytest.approx(length, rel=0.2), name
     assert pytest.approx(checked, rel=0.2) == costs.CHECK_PROMPT + 48
+
+
+def test_a_first_draft_that_reads_more_is_read_for_once() -> None:
+    """It sets the pace where drafts cost no more than one; where they queue, it is one of them."""
+    server = Rates(prefill=1000.0, decode=100.0)
+    longer, equal = replace(USUAL, lead=5), USUAL
+    for speed_up in (1.0, 4.0):
+        rates = replace(server, speed_up=speed_up)
+        servers = Servers(drafter=rates, verifier=rates)
+        read = [
+            servers.speculative(load, num_drafts=3, tier="reflection").read
+            for load in (longer, equal)
+        ]
+        assert read[0] - read[1] == pytest.approx(3 * 200 / 1000)  # three passages more, once
+    assert longer.longest_tokens == 5 * longer.tokens
+    assert replace(longer, passages=4).longest_tokens == 4 * longer.tokens
+    assert replace(longer, lead=1).longest_tokens == longer.draft_tokens

@@ -30,6 +30,7 @@ from specrag_integrations.doctor import Checkup, Diagnosis, diagnose
 from specrag_integrations.endpoint import Endpoint
 from specrag_integrations.errors import ConfigurationError, EndpointError, EndpointUnavailableError
 from specrag_integrations.local import DRAFTER, EmbeddedPair
+from specrag_integrations.pipeline import LEAD
 
 MIRROR = Path(__file__).parents[1] / "weights-mirror.toml"
 NOWHERE = "http://127.0.0.1:9/v1"
@@ -395,9 +396,11 @@ def test_a_context_too_small_for_the_passages(scripted: Scripted) -> None:
     found = examined(scripted(counting, kind="vllm", context_tokens=512))
 
     assert found.forecast is not None
+    longest = 298 + found.forecast.load.longest_tokens
+    assert longest == 298 + 200 * LEAD
     assert found.notes == (
         "2,197 tokens do not fit into the verifier's context of 512: standard RAG reads fewer",
-        "698 tokens do not fit into the drafter's context of 512: drafts fail",
+        f"{longest:,} tokens do not fit into the drafter's context of 512: drafts fail",
     )
 
 
@@ -573,7 +576,9 @@ def test_the_command_as_json(scripted: Scripted) -> None:
     ]
     assert data["forecast"]["passages"] == 7
     assert data["forecast"]["tokens"] == 90
-    assert [option["num_drafts"] for option in data["forecast"]["options"]] == [2, 3, 4]
+    drafts = [option["num_drafts"] for option in data["forecast"]["options"]]
+    assert drafts == list(range(2, math.ceil(7 / data["forecast"]["passages_per_draft"]) + 1))
+    assert data["forecast"]["passages_of_first_draft"] == LEAD
     assert "7 passages of 90 tokens" in data["verdict"]
 
 

@@ -289,7 +289,8 @@ def test_each_part_is_played_by_its_model(scripted: Scripted, cache: ReplyCache)
         drafter=models_of(drafter, cache).drafter, verifier=models_of(verifier, cache).verifier
     )
     asked = {}
-    for name in ("standard", "drafter_only", "speculative", "speculative+self_drafting"):
+    disjoint = "speculative+m5+k1+disjoint"  # whose drafts all differ
+    for name in ("standard", "drafter_only", disjoint, f"{disjoint}+self_drafting"):
         for server in (drafter, verifier):
             server.reset()
         answered(Run(questions=[question(0)], systems=parse_systems(name), models=models))
@@ -300,8 +301,8 @@ def test_each_part_is_played_by_its_model(scripted: Scripted, cache: ReplyCache)
     assert asked == {
         "standard": [(0, 0), (1, 1)],
         "drafter_only": [(1, 1), (0, 0)],
-        "speculative": [(5, 5), (0, 5)],
-        "speculative+self_drafting": [(0, 0), (5, 5)],
+        disjoint: [(5, 5), (0, 5)],
+        f"{disjoint}+self_drafting": [(0, 0), (5, 5)],
     }
 
 
