@@ -78,11 +78,17 @@ class FallbackEvent:
     """Standard RAG takes over; its text follows as many `delta`."""
 
     reason: FallbackReason
+    passages: tuple[Passage, ...] = field(repr=False)
+    """Those that fit into its prompt, in their order there: `[1]` of its text is the first."""
     type: Literal["fallback"] = "fallback"
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able form."""
-        return {"type": self.type, "reason": self.reason}
+        return {
+            "type": self.type,
+            "reason": self.reason,
+            "passages": [passage.to_dict() for passage in self.passages],
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ Nothing is imported for it: an SDK that is not installed raises nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specrag_integrations.credentials import scrubbed
@@ -14,6 +14,7 @@ from specrag_integrations.failures import failure_of, words_of
 from specrag_integrations.models import Message, Token
 from specrag_integrations.replies import read_tokens
 
+_REFUSED = {400, 422}
 _FAILURES = frozenset(
     {
         ("aiohttp", "ClientError"),
@@ -38,7 +39,11 @@ _FAILURES = frozenset(
 
 
 def endpoint_error(
-    error: BaseException, *, model: str, messages: Sequence[Message] = ()
+    error: BaseException,
+    *,
+    model: str,
+    messages: Sequence[Message] = (),
+    secrets: Iterable[str] = (),
 ) -> EndpointError | None:
     """Return our error for an API failure or a time-out of a model; None for anything else.
 
@@ -49,17 +54,23 @@ def endpoint_error(
         error: What the model raised.
         model: Its name.
         messages: What it was sent; where the server's words repeat it, they are left out.
+        secrets: What is masked in the server's words, its key above all.
     """
     if isinstance(error, EndpointError):
         return error
     if not _is_failure(error) or isinstance(error.__cause__, RuntimeError):
         return None
     sent = {"messages": [message.to_dict() for message in messages]}
-    said = scrubbed(words_of(getattr(error, "body", None) or str(error), sent), ())
+    said = scrubbed(words_of(getattr(error, "body", None) or str(error), sent), secrets)
     if _timed_out(error):
         return EndpointTimeoutError(f"{model}: {said or 'no reply in time'}", model=model)
     shown = said or type(error).__name__
     return failure_of(shown, _status(error), _headers(error), endpoint=model, model=model)
+
+
+def refuses_logprobs(error: EndpointError) -> bool:
+    """Whether a server says that it does not return log-probabilities: the rest may be welcome."""
+    return error.status_code in _REFUSED and "logprob" in str(error).lower()
 
 
 def tokens_of(logprobs: object) -> tuple[Token, ...] | None:

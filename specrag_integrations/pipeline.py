@@ -568,10 +568,14 @@ class SpeculativeRAG(Engine):
             )
         work.note(*work.failures)
         work.note(f"fell back to standard RAG: {reason}")
-        work.emit(FallbackEvent(reason=reason))
         try:
             written = await self._standard.write_in_time(
-                work.question, work.passages, history=history, clock=work.clock, emit=work.emit
+                work.question,
+                work.passages,
+                history=history,
+                clock=work.clock,
+                emit=work.emit,
+                reads=lambda fitting: work.emit(FallbackEvent(reason=reason, passages=fitting)),
             )
         except NoAnswerError as error:
             error.failures = (*work.failures, *error.failures)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -184,15 +184,18 @@ class StandardRAG(Engine):
         history: Sequence[Message],
         clock: Clock,
         emit: Emit,
+        reads: Callable[[tuple[Passage, ...]], None] = lambda _: None,
         kind: StepKind = "fallback",
     ) -> Written:
         """Write an answer, its pieces going to `emit`; `kind` names the step in traces.
+
+        `reads` is told before the first piece which passages fit.
 
         Raises:
             NoAnswerError: the deadline passed (DEADLINE), or the model failed (FALLBACK_FAILED).
         """
         writing = self._write(
-            question, passages, history=history, clock=clock, emit=emit, kind=kind
+            question, passages, history=history, clock=clock, emit=emit, reads=reads, kind=kind
         )
         return await in_time(writing, clock=clock, model=self.model, who="standard RAG")
 
@@ -204,10 +207,12 @@ class StandardRAG(Engine):
         history: Sequence[Message],
         clock: Clock,
         emit: Emit,
+        reads: Callable[[tuple[Passage, ...]], None],
         kind: StepKind,
     ) -> Written:
         sent = time.perf_counter()
         fitting = await self._fitting(question, passages, history)
+        reads(tuple(fitting))
         request = ChatRequest(
             messages=self._prompt(question, fitting, history), max_tokens=self._max_tokens
         )

@@ -98,7 +98,8 @@ def chat(server: ScriptedServer, **options: Any) -> EndpointChat:
 def make(server: ScriptedServer, **options: Any) -> SpeculativeRAGRunnable:
     """Return a chain whose subsets are stable, two documents each."""
     model = chat(server)
-    settings = {"num_drafts": DRAFTS, "partitioner": RankStratified(), "retriever": Retriever()}
+    sizes = {"num_drafts": DRAFTS, "passages_per_draft": 2}
+    settings = {**sizes, "partitioner": RankStratified(), "retriever": Retriever()}
     return SpeculativeRAGRunnable(**{"drafter": model, "verifier": model, **settings, **options})
 
 

@@ -17,7 +17,7 @@ from specrag_integrations.errors import (
     EndpointTimeoutError,
     EndpointUnavailableError,
 )
-from specrag_integrations.foreign import endpoint_error, tokens_of
+from specrag_integrations.foreign import endpoint_error, refuses_logprobs, tokens_of
 from specrag_integrations.models import user
 
 QUESTION = "Who wrote the secret report about the harbour?"
@@ -166,6 +166,27 @@ def test_a_key_in_their_words_is_masked():
     """Servers like to echo a wrong key."""
     error = sdk_error("openai", "APIError", body={"message": "wrong key sk-abcdefgh12345678"})
     assert "abcdefgh" not in str(endpoint_error(error, model="theirs"))
+    error = sdk_error("openai", "APIError", body={"message": "wrong key open sesame"})
+    assert "sesame" in str(endpoint_error(error, model="theirs"))
+    assert "sesame" not in str(endpoint_error(error, model="theirs", secrets=["open sesame"]))
+
+
+@pytest.mark.parametrize(
+    ("status", "words", "refuses"),
+    [
+        (400, "logprobs is not supported with this model", True),
+        (422, "extra field: top_logprobs", True),
+        (400, "content was filtered", False),
+        (500, "logprobs failed", False),
+    ],
+)
+def test_a_refusal_of_log_probabilities_is_known_by_its_words(status, words, refuses):
+    """Any other refusal would be the same without them."""
+    fault = Fault(status, body={"error": {"message": words}})
+    with ScriptedServer(lambda *_: fault) as server:
+        error = endpoint_error(raised(server.base_url), model="theirs")
+    assert error is not None
+    assert refuses_logprobs(error) is refuses
 
 
 def test_log_probabilities_are_read_from_dicts_and_objects():

@@ -325,6 +325,7 @@ def test_different_drafters_are_not_compared_by_their_own_logprobs(scripted: Scr
         lambda body, _: Reply("plain") if is_fallback(body) else Reply("Yes", logprobs=None)
     )
     options: dict[str, Any] = {"drafter": [one, two], "verifier": Endpoint(verifier.base_url)}
+    options |= {"partitioner": RankStratified(), "passages_per_draft": 2}
 
     with pytest.raises(ConfigurationError, match="draft_only"):
         SpeculativeRAG(**options, scoring=Scoring(tier="draft_only"))
@@ -880,3 +881,22 @@ def test_bad_history_is_named(server: ScriptedServer) -> None:
     """A turn without role and content is refused."""
     with pytest.raises(InputError, match="each turn of history"):
         make(server).ask(QUESTION, PASSAGES, history=[("user", "hi")])  # type: ignore[list-item]
+
+
+def test_a_fallback_tells_before_its_first_word_what_it_reads(scripted: Scripted) -> None:
+    """A passage that does not fit is not among them, so that [1] is the first of them."""
+
+    def respond(body: dict[str, Any], _: int) -> Reply:
+        return Reply("river 1 [1]") if is_fallback(body) else Reply("unreadable\n\nAnswer:")
+
+    server = scripted(respond, kind="vllm", context_tokens=900)
+    long = Passage(text="Fact number 0 is long. " * 400, id="long")
+    events = list(make(server).stream(QUESTION, [long, *PASSAGES[1:4]]))
+
+    kinds = [event.type for event in events if event.type in {"fallback", "delta", "answer"}]
+    assert kinds[:2] == ["fallback", "delta"]
+    (fallback,) = [event for event in events if event.type == "fallback"]
+    assert [passage.id for passage in fallback.passages] == ["p1", "p2", "p3"]
+    assert events[-1].answer.passages == fallback.passages
+    assert fallback.to_dict()["passages"][0]["id"] == "p1"
+    assert "Fact number" not in repr(fallback)
