@@ -130,7 +130,7 @@ class Answer:
             "confidence_kind": self.confidence_kind,
             "abstained": self.abstained,
             "selection": self.selection.to_dict() if self.selection else None,
-            "fallback_reason": self.fallback_reason,
+            "fallback_reason": self.fallback_reason.value if self.fallback_reason else None,
             "tier": self.tier,
             "trace": self.trace.to_dict(),
             "usage": self.usage.to_dict(),

@@ -86,7 +86,7 @@ class FallbackEvent:
         """Return a JSON-able form."""
         return {
             "type": self.type,
-            "reason": self.reason,
+            "reason": self.reason.value,
             "passages": [passage.to_dict() for passage in self.passages],
         }
 

@@ -86,7 +86,7 @@ class Selection:
         return {
             "winner": self.winner,
             "ranking": list(self.ranking),
-            "reason": self.reason,
+            "reason": self.reason.value if self.reason else None,
             "selector": self.selector,
             "shares": {str(index): share for index, share in self.shares.items()},
         }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -399,3 +401,13 @@ def test_without_llama_cpp_the_extra_is_named(tmp_path: Path) -> None:
 
     assert MissingDependencyError.__name__ in done.stderr
     assert "pip install 'specrag-integrations[local]'" in done.stderr
+
+
+@pytest.mark.embedded
+def test_an_endpoint_of_this_process_is_not_pickled(smol: Path) -> None:
+    """Its server ends with the process, so that a copy elsewhere could only fail, and late."""
+    with EmbeddedPair(drafter=smol, verifier=smol) as pair:
+        endpoint = pair.drafter
+        with pytest.raises(pickle.PicklingError, match="start an EmbeddedPair where it is used"):
+            pickle.dumps(endpoint)
+        assert copy.deepcopy(endpoint) is endpoint

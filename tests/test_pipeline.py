@@ -900,3 +900,20 @@ def test_a_fallback_tells_before_its_first_word_what_it_reads(scripted: Scripted
     assert events[-1].answer.passages == fallback.passages
     assert fallback.to_dict()["passages"][0]["id"] == "p1"
     assert "Fact number" not in repr(fallback)
+
+
+def kinds_in(told: Any) -> set[type]:
+    """Return the types of all values in a JSON-able form."""
+    if type(told) is dict:
+        return {type(key) for key in told} | set().union(*map(kinds_in, told.values()))
+    if type(told) is list:
+        return set().union(*map(kinds_in, told))
+    return {type(told)}
+
+
+@pytest.mark.parametrize("drafts", [Fault(400), Reply("Rationale: r [1].\nAnswer: a")])
+def test_what_is_told_as_json_holds_plain_values(scripted: Scripted, drafts: Any) -> None:
+    """No enum and no number of a library: stores that check types would refuse them."""
+    server = scripted(lambda body, _: Reply("plain [1]") if is_fallback(body) else drafts)
+    for event in make(server).stream(QUESTION, PASSAGES):
+        assert kinds_in(event.to_dict()) <= {str, int, float, bool, type(None)}, event.type

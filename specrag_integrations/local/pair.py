@@ -1,10 +1,11 @@
 """EmbeddedPair: a drafter and a verifier on this machine."""
 
+import pickle
 import threading
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypedDict
+from typing import NoReturn, Self, TypedDict
 
 from specrag_integrations.endpoint import Endpoint
 from specrag_integrations.local import DRAFTER, VERIFIER
@@ -159,6 +160,17 @@ class ServedEndpoint(Endpoint):
             request_timeout=_REQUEST_SECONDS,
         )
         self.server = server
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse: its server is a child of this process and ends with it.
+
+        Raises:
+            PicklingError: always.
+        """
+        raise pickle.PicklingError(
+            f"{self!r} is served by this process alone and cannot be pickled; start an "
+            "EmbeddedPair where it is used, or serve the model and give its URL to an Endpoint"
+        )
 
     def check(self) -> None:
         """Raise an `EndpointUnavailableError` if the server has ended."""
