@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specrag_integrations.citations import (
@@ -15,6 +15,7 @@ from specrag_integrations.citations import (
     without_dead_citations,
 )
 from specrag_integrations.errors import DraftFormatError, EndpointError
+from specrag_integrations.fitting import fitting
 from specrag_integrations.models import (
     ChatModel,
     ChatReply,
@@ -152,12 +153,13 @@ class Drafter:
         """
         model = self.model_for(subset)
         sent = time.perf_counter()
-        request = ChatRequest(
-            messages=self.template(question, subset.passages, history),
-            max_tokens=self.max_tokens,
-            top_logprobs=0,
-        )
+
+        def prompt(some: Sequence[Passage]) -> tuple[Message, ...]:
+            return self.template(question, some, history)
+
         try:
+            read = await fitting(model, prompt, subset.passages, max_tokens=self.max_tokens)
+            request = ChatRequest(messages=prompt(read), max_tokens=self.max_tokens, top_logprobs=0)
             reply = await model.chat(request, step=Step(kind="draft", index=subset.index))
         except EndpointError as error:
             now = time.perf_counter()
@@ -171,7 +173,7 @@ class Drafter:
             )
         arrived = time.perf_counter() - started
         try:
-            return _from_reply(reply, subset, model.name, arrived)
+            draft = _from_reply(reply, subset.holding(read), model.name, arrived)
         except DraftFormatError as error:
             return FailedDraft(
                 subset=subset,
@@ -183,6 +185,10 @@ class Drafter:
                 arrived=arrived,
                 attempts=reply.attempts,
             )
+        if len(read) == len(subset.passages):
+            return draft
+        fit = f"{len(read)} of {len(subset.passages)} passages fit into the context"
+        return replace(draft, notes=(*draft.notes, f"draft {subset.index}: {fit}"))
 
 
 def _from_reply(reply: ChatReply, subset: Subset, name: str, arrived: float) -> Draft:

@@ -21,13 +21,13 @@ from specrag_integrations.citations import (
 from specrag_integrations.engine import Clock, Engine
 from specrag_integrations.errors import (
     ConfigurationError,
-    ContextTooSmallError,
     EndpointError,
     MalformedReplyError,
     NoAnswerError,
     NoAnswerReason,
 )
 from specrag_integrations.events import DeltaEvent, Emit, PassagesEvent
+from specrag_integrations.fitting import fitting
 from specrag_integrations.models import (
     ChatModel,
     ChatReply,
@@ -44,9 +44,6 @@ from specrag_integrations.usage import StepUsage, Usage
 
 log = logging.getLogger("specrag_integrations")
 T = TypeVar("T")
-
-_TEMPLATE_TOKENS = 256
-"""What a chat template may add around the messages, at the most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,14 +208,16 @@ class StandardRAG(Engine):
         kind: StepKind,
     ) -> Written:
         sent = time.perf_counter()
-        fitting = await self._fitting(question, passages, history)
-        reads(tuple(fitting))
-        request = ChatRequest(
-            messages=self._prompt(question, fitting, history), max_tokens=self._max_tokens
-        )
+
+        def prompt(some: Sequence[Passage]) -> tuple[Message, ...]:
+            return self._prompt(question, some, history)
+
+        read = await fitting(self.model, prompt, passages, max_tokens=self._max_tokens)
+        reads(tuple(read))
+        request = ChatRequest(messages=prompt(read), max_tokens=self._max_tokens)
         first_token: float | None = None
         reply: ChatReply | None = None
-        shown = Shown(len(fitting))
+        shown = Shown(len(read))
         async for delta in self.model.stream(request, step=Step(kind=kind)):
             reply = delta.reply or reply
             text = delta.text
@@ -232,8 +231,8 @@ class StandardRAG(Engine):
         if not without_citations(shown.text).strip():
             raise MalformedReplyError(f"{self.model.name} wrote no text")
         notes = list(reply.notes)
-        if len(fitting) < len(passages):
-            notes.append(f"{len(fitting)} of {len(passages)} passages fit into the context")
+        if len(read) < len(passages):
+            notes.append(f"{len(read)} of {len(passages)} passages fit into the context")
         if reply.finish_reason == "length":
             notes.append(f"the answer was cut off at {self._max_tokens} tokens")
         elif reply.finish_reason != "stop":
@@ -250,51 +249,11 @@ class StandardRAG(Engine):
         )
         return Written(
             text=shown.text,
-            passages=tuple(fitting),
+            passages=tuple(read),
             usage=usage,
             first_token=clock.elapsed if first_token is None else first_token,
             notes=tuple(notes),
         )
-
-    async def _fitting(
-        self, question: str, passages: Sequence[Passage], history: Sequence[Message]
-    ) -> Sequence[Passage]:
-        """Return the best-ranked passages that fit into the context, by the server's tokeniser.
-
-        A byte-level tokeniser never makes more tokens than there are bytes, so that most prompts
-        need no count. Where the server cannot count, it is left to judge the prompt itself.
-
-        Raises:
-            ContextTooSmallError: not even one passage fits.
-        """
-        capabilities = await self.model.capabilities()
-        context = capabilities.context_tokens if capabilities else None
-        if context is None:
-            return passages
-        room = context - self._max_tokens
-
-        async def fits(some: Sequence[Passage]) -> bool:
-            messages = self._prompt(question, some, history)
-            size = sum(len(message.content.encode(errors="replace")) for message in messages)
-            if size + _TEMPLATE_TOKENS <= room:
-                return True
-            tokens = await self.model.count_tokens(messages)
-            return tokens is None or tokens <= room
-
-        if await fits(passages):
-            return passages
-        # One passage that is too long by itself must not keep out those behind it.
-        possible = [passage for passage in passages if await fits([passage])]
-        if not possible:
-            raise ContextTooSmallError(
-                f"{self.model.name}: not one passage fits into the context of {context} tokens "
-                f"beside an answer of {self._max_tokens}; use shorter passages or a larger context"
-            )
-        low, high = 1, len(possible) + 1  # `low` of them fit, `high` do not
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if await fits(possible[:middle]) else (low, middle)
-        return possible[:low]
 
 
 _UNDECIDED = re.compile(

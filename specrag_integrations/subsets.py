@@ -14,7 +14,7 @@ import math
 import operator
 import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specrag_integrations.errors import ConfigurationError
@@ -42,6 +42,17 @@ class Subset:
     index: int
     ranks: Ranks
     passages: tuple[Passage, ...]
+
+    def holding(self, read: Sequence[Passage]) -> Subset:
+        """Return the subset without the passages that are not among these very ones."""
+        kept = {id(passage) for passage in read}
+        pairs = zip(self.ranks, self.passages, strict=True)
+        left = [(rank, passage) for rank, passage in pairs if id(passage) in kept]
+        return replace(
+            self,
+            ranks=tuple(rank for rank, _ in left),
+            passages=tuple(passage for _, passage in left),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,11 @@ from scripted_server import Fault, Reply, ScriptedServer, is_verification
 from specrag_integrations import (
     Answer,
     ConfigurationError,
+    Disjoint,
     Endpoint,
     FallbackReason,
     InputError,
+    MultiPerspective,
     NoAnswerError,
     NoAnswerReason,
     Passage,
@@ -26,7 +28,7 @@ from specrag_integrations import (
     Scoring,
     SpeculativeRAG,
 )
-from specrag_integrations.drafts import Draft
+from specrag_integrations.drafts import Draft, FailedDraft
 from specrag_integrations.models import ChatReply, Message, assistant, user
 from specrag_integrations.portal import portal
 from specrag_integrations.prompts import draft_request
@@ -917,3 +919,32 @@ def test_what_is_told_as_json_holds_plain_values(scripted: Scripted, drafts: Any
     server = scripted(lambda body, _: Reply("plain [1]") if is_fallback(body) else drafts)
     for event in make(server).stream(QUESTION, PASSAGES):
         assert kinds_in(event.to_dict()) <= {str, int, float, bool, type(None)}, event.type
+
+
+def test_drafts_leave_out_what_does_not_fit(scripted: Scripted) -> None:
+    """The best-ranked passage may be in every draft: too long, it would fail all of them."""
+    server = scripted(by_first_fact({}), kind="vllm", context_tokens=900)
+    long = Passage(text="Fact number 0 is long. " * 400, id="long")
+    options = {"partitioner": MultiPerspective(anchor=1), "max_answer_tokens": 64}
+    answer = make(server, **options).ask(QUESTION, [long, *PASSAGES[1:6]])
+
+    drafts = [draft for draft in answer.trace.drafts if isinstance(draft, Draft)]
+    assert len(drafts) == 4
+    assert not any("long" in (passage.id or "") for draft in drafts for passage in draft.passages)
+    assert all(0 not in draft.subset.ranks for draft in drafts if draft.subset)
+    assert [note for note in answer.trace.notes if "1 of 2 passages fit" in note]
+    assert answer.fallback_reason is None
+
+
+def test_a_draft_of_passages_that_all_are_too_long_fails_unsent(scripted: Scripted) -> None:
+    """It costs no request, and the others go on."""
+    server = scripted(by_first_fact({}), kind="vllm", context_tokens=900)
+    long = Passage(text="Fact number 0 is long. " * 400, id="long")
+    options = {"partitioner": Disjoint(), "num_drafts": 3, "passages_per_draft": 1}
+    answer = make(server, **options).ask(QUESTION, [long, *PASSAGES[1:3]])
+
+    failed = [draft for draft in answer.trace.drafts if isinstance(draft, FailedDraft)]
+    assert [draft.attempts for draft in failed] == [0]
+    assert "not one passage fits" in failed[0].reason
+    assert len([body for body in server.chats if not is_verification(body)]) == 2
+    assert answer.usage.requests == len(server.chats)

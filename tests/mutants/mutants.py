@@ -3293,4 +3293,40 @@ MUTANTS = [
         'scored=tokens_of({"content": ours.get("scored")}),',
         "scored=None,",
     ),
+    # ---------------------------------------------------------------- what fits
+    mutant(
+        "drafts are sent although they cannot fit",
+        OWN,
+        "drafts: pipeline::drafts_leave_out_what_does_not_fit",
+        "read = await fitting(model, prompt, subset.passages, max_tokens=self.max_tokens)",
+        "read = subset.passages",
+    ),
+    mutant(
+        "a draft's citations count passages that it was not shown",
+        OWN,
+        "drafts: pipeline::drafts_leave_out_what_does_not_fit",
+        "_from_reply(reply, subset.holding(read), model.name, arrived)",
+        "_from_reply(reply, subset, model.name, arrived)",
+    ),
+    mutant(
+        "a draft that was never sent is counted as a request",
+        OWN,
+        "fitting: pipeline::a_draft_of_passages_that_all_are_too_long_fails_unsent",
+        "        error.attempts = 0  # nothing was generated\n",
+        "",
+    ),
+    mutant(
+        "a fallback shows passages that it does not read",
+        OWN,
+        "standard: pipeline::a_fallback_tells_before_its_first_word_what_it_reads",
+        "        reads(tuple(read))",
+        "        reads(tuple(passages))",
+    ),
+    mutant(
+        "an answer as JSON holds an enum",
+        OWN,
+        "events: pipeline::what_is_told_as_json_holds_plain_values",
+        '"reason": self.reason.value,',
+        '"reason": self.reason,',
+    ),
 ]
