@@ -68,7 +68,7 @@ bench: .venv/dev  ## Print costs of imports and k-means, how good intervals are,
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/kmeans.py
 	$(BIN)/python benchmarks/interval_coverage.py
-	$(BIN)/python benchmarks/results.py docs/results/*.features.jsonl.gz
+	$(BIN)/python benchmarks/results.py docs/results/embedded-pair.features.jsonl.gz
 
 eval-smoke: .venv/demo  ## A real evaluation of 8 questions with SmolLM2, and its report (2 minutes)
 	rm -rf build/eval-smoke

@@ -66,6 +66,16 @@ def halves(run: Compared) -> tuple[list[Question], list[Question]]:
     return both
 
 
+def beside(run: Compared, system: str, other: str) -> None:
+    """Print by how much one system is right more often than another."""
+    pairs = zip(run.of(system), run.of(other), strict=True)
+    found = paired_difference(*zip(*((a.right, b.right) for a, b in pairs), strict=True))
+    assert found is not None  # noqa: S101 - there are questions
+    points = (100 * end for end in (found.interval.value, found.interval.low, found.interval.high))
+    told = "{:+.1f} points ({:+.1f} to {:+.1f})".format(*points)
+    print(f"{system} against {other}: {told}, {found.wins} won, {found.losses} lost")
+
+
 def reweighted(run: Compared, system: str) -> None:
     """Print how well other weights would have chosen among a system's drafts."""
     first, _ = halves(run)
@@ -143,6 +153,9 @@ def main(arguments: Sequence[str]) -> None:
             one.tier == "reflection" for one in run.of(system.name)
         ):
             frontier(run, system.name)
+    drafting = [system.name for system in systems if system.drafts]
+    for system in drafting[1:]:
+        beside(run, drafting[0], system)
     for system in systems:
         if system.num_drafts > 1:
             reweighted(run, system.name)
