@@ -1373,14 +1373,14 @@ MUTANTS = [
     mutant(
         "passages beyond the context are sent all the same",
         PEER,
-        "standard: standard::passages_are_fitted_by_the_servers_tokeniser",
+        "fitting: standard::passages_are_fitted_by_the_servers_tokeniser",
         "if await fits(passages):",
         "if True:",
     ),
     mutant(
         "one passage that is too long keeps out all behind it",
         OWN,
-        "standard: standard::a_passage_that_is_too_long_by_itself_is_passed_over",
+        "fitting: standard::a_passage_that_is_too_long_by_itself_is_passed_over",
         "for passage in passages if await fits([passage])]",
         "for passage in passages]",
     ),
@@ -2979,8 +2979,8 @@ MUTANTS = [
         "an application's server repeats the question in a log",
         OWN,
         "foreign: foreign::words_that_repeat_the_request_are_left_out",
-        "or str(error), sent), ())",
-        "or str(error), {}), ())",
+        "or str(error), sent), secrets)",
+        "or str(error), {}), secrets)",
     ),
     mutant(
         "any error of an SDK is a failure, its bugs too",
