@@ -14,7 +14,7 @@ from specrag_integrations.failures import failure_of, words_of
 from specrag_integrations.models import Message, Token
 from specrag_integrations.replies import read_tokens
 
-_REFUSED = {400, 422}
+_REFUSED = {400, 403, 422}
 _FAILURES = frozenset(
     {
         ("aiohttp", "ClientError"),

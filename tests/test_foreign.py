@@ -176,6 +176,8 @@ def test_a_key_in_their_words_is_masked():
     [
         (400, "logprobs is not supported with this model", True),
         (422, "extra field: top_logprobs", True),
+        (403, "You are not allowed to request logprobs from this model", True),
+        (403, "You are not allowed to use this model", False),
         (400, "content was filtered", False),
         (500, "logprobs failed", False),
     ],

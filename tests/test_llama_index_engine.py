@@ -45,7 +45,13 @@ from llama_index_kit import (
     unknown,
 )
 
-from specrag_integrations import ConfigurationError, Endpoint, NoAnswerError, NoAnswerReason
+from specrag_integrations import (
+    ConfigurationError,
+    Endpoint,
+    MultiPerspective,
+    NoAnswerError,
+    NoAnswerReason,
+)
 from specrag_integrations.llama_index import (
     EndpointLLM,
     SpeculativeQueryEngine,
@@ -286,13 +292,42 @@ def test_the_winners_nodes_come_first_and_its_citations_count_them(scripted: Scr
 
 
 def test_only_used_nodes_are_sources_where_that_is_asked_for(scripted: Scripted) -> None:
-    """`only_used` leaves out what the winner did not read; a fallback has read all."""
+    """`only_used` leaves out what the winner did not read; a fallback reads all that fit."""
     won = engine(scripted(dialogue(r2=0.9)), only_used=True).query(QUESTION)
     fell_back = engine(scripted(unknown), only_used=True).query(QUESTION)
 
     assert len(won.source_nodes) == 2
     assert ids(won.source_nodes)[0] == "n2"
     assert ids(fell_back.source_nodes) == [f"n{n}" for n in range(8)]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_fallbacks_citations_count_the_nodes_that_fitted(
+    scripted: Scripted, streaming: bool
+) -> None:
+    """A node that did not fit into the context is no source that `[n]` could name."""
+
+    def respond(body: Json, call: int) -> Reply:
+        return Reply("River 1 [1].") if is_fallback(body) else unknown(body, call)
+
+    server = scripted(respond, kind="vllm", context_tokens=800)
+    found = nodes(6)
+    found[0].node.set_content("long " * 1500)  # type: ignore[attr-defined]
+    every = engine(server, found, streaming=streaming)
+    used = engine(server, found, streaming=streaming, only_used=True)
+
+    async def asked(one: SpeculativeQueryEngine) -> Any:
+        return await one.aquery(QUESTION)
+
+    for ask in (lambda one: one.query(QUESTION), lambda one: asyncio.run(asked(one))):
+        # Before anything is read of it.
+        assert ids(ask(every).source_nodes) == ["n1", "n2", "n3", "n4", "n5", "n0"]
+        response = ask(used)
+        assert ids(response.source_nodes) == ["n1", "n2", "n3", "n4", "n5"]
+        assert str(response) == "River 1 [1]."
+    shown = text_of(next(body for body in server.chats if is_fallback(body)))
+    assert "Fact number 1" in shown
+    assert "long long" not in shown
 
 
 def test_additional_sources_come_last_and_are_not_read(scripted: Scripted) -> None:
@@ -382,7 +417,10 @@ def test_the_nodes_own_embeddings_group_them(scripted: Scripted) -> None:
             return super()._get_text_embeddings(texts)
 
     answering = synthesizer(
-        scripted(dialogue(r0=0.9)), embedder=Counting(embed_dim=2), partitioner=None, num_drafts=4
+        scripted(dialogue(r0=0.9)),
+        embedder=Counting(embed_dim=2),
+        partitioner=MultiPerspective(),
+        num_drafts=4,
     )
     response = answering.synthesize(QUESTION, found)
 
@@ -403,7 +441,7 @@ def test_an_embedding_is_asked_once_for_all_nodes(scripted: Scripted) -> None:
     answering = synthesizer(
         scripted(dialogue(r0=0.9)),
         embedder=Counting(embed_dim=2, embed_batch_size=100),
-        partitioner=None,
+        partitioner=MultiPerspective(),
     )
     response = asyncio.run(answering.asynthesize(QUESTION, nodes()))
 
@@ -583,6 +621,28 @@ def test_an_option_given_to_from_engine_outweighs_the_engines(scripted: Scripted
     assert isinstance(new.query(QUESTION), Response)
     assert text_of(other.chats[-1]).startswith("Mine: ")
     assert server.requests == []
+
+
+def test_an_engine_of_ours_keeps_its_options(scripted: Scripted) -> None:
+    """from_engine takes over the drafting, too; what is given outweighs it."""
+    server, other = scripted(unknown), scripted(unknown)
+    template = PromptTemplate("Rationale and Answer: {context_str} {query_str}")
+    old = engine(server, num_drafts=2, only_used=True, draft_template=template, deadline=60.0)
+
+    new = SpeculativeQueryEngine.from_engine(
+        old, drafter=Endpoint(other.base_url, "small"), passages_per_draft=4
+    )
+    new.query(QUESTION)
+
+    assert len(other.chats) == 2
+    assert all(text_of(body).startswith("Rationale and Answer: ") for body in other.chats)
+    assert {text_of(body).count("Fact number") for body in other.chats} == {4}
+    assert [is_fallback(body) for body in server.chats] == [True]
+    kept = new._response_synthesizer._configuration()
+    before = old._response_synthesizer._configuration()
+    changed = {name for name, value in kept.items() if value != before[name]}
+    assert changed == {"drafter", "passages_per_draft"}
+    assert kept["verifier"] is before["verifier"]
 
 
 def test_a_synthesizer_fits_into_an_ordinary_engine(scripted: Scripted) -> None:

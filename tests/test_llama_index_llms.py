@@ -13,22 +13,31 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import openai
 import pytest
-from scripted_server import Fault, ScriptedServer, is_verification
+from pydantic import SecretStr
+from scripted_server import Fault, Reply, ScriptedServer, is_verification
 
 pytest.importorskip("llama_index.core")
 
+from llama_index.core import MockEmbedding
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
     CompletionResponse,
     LLMMetadata,
 )
+from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler
 from llama_index.core.llms import CustomLLM
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.postprocessor import SimilarityPostprocessor
 from llama_index.core.prompts import PromptTemplate
+from llama_index.core.settings import Settings
 from llama_index_kit import (
+    FALLBACK,
     QUESTION,
+    Given,
     Json,
     Scripted,
     dialogue,
@@ -44,7 +53,13 @@ from llama_index_kit import (
 
 from specrag_integrations import ConfigurationError, Endpoint, EndpointError
 from specrag_integrations.errors import EndpointTimeoutError, LogprobsUnavailableError
-from specrag_integrations.llama_index import EndpointLLM, LLMChat, SpeculativeSynthesizer
+from specrag_integrations.llama_index import (
+    EndpointLLM,
+    LLMChat,
+    SpeculativeQueryEngine,
+    SpeculativeSynthesizer,
+)
+from specrag_integrations.llama_index.chat import keys_of, openai_options
 from specrag_integrations.models import ChatRequest, Step, user
 
 HELLO = [ChatMessage(role="user", content="Hello?")]
@@ -118,6 +133,24 @@ def test_what_a_call_cannot_take_is_refused(server: ScriptedServer) -> None:
         llm_of(server).chat(HELLO, stop=["."])
     with pytest.raises(ConfigurationError, match=r"EndpointLLM\(Endpoint\(base_url, model\)\)"):
         EndpointLLM("http://gpu:8001")  # type: ignore[arg-type]
+
+
+def test_a_stream_that_is_left_in_a_loops_last_act_ends_quietly(
+    scripted: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its request ends, and nothing complains of a generator that was not closed."""
+    server = scripted(Reply("one two three four five six seven", chunk_delay=0.05))
+
+    async def leave(llm: EndpointLLM) -> None:
+        pieces = await llm.astream_chat(HELLO)
+        assert await anext(pieces)
+        await pieces.aclose()
+
+    for _ in range(10):
+        asyncio.run(leave(llm_of(server)))
+
+    assert server.wait_idle()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_an_endpoints_failure_is_ours(scripted: Scripted) -> None:
@@ -343,6 +376,42 @@ def test_its_own_system_prompt_stands_before_what_a_reader_reads() -> None:
     assert not any("river guide" in str(messages[0].content) for messages in judged)
 
 
+def test_the_system_prompt_of_an_endpoint_llm_stands_there_as_well(scripted: Scripted) -> None:
+    """Drafts and the fallback have it; verifications, and an endpoint itself, have none."""
+
+    def respond(body: Json, call: int) -> Any:
+        return dialogue(r2=0.9)(body, call) if is_verification(body) else unknown(body, call)
+
+    server = scripted(respond)
+    llm = llm_of(server, system_prompt="You are a river guide.")
+    drafts = scripted(dialogue())
+    drafter = EndpointLLM(Endpoint(drafts.base_url, "s"), system_prompt="Be brief.")
+
+    engine(server, drafter=llm, verifier=llm).query(QUESTION)
+    unread, server.respond = list(server.chats), dialogue(r2=0.9)
+    server.reset()
+    engine(server, drafter=drafter, verifier=llm).query(QUESTION)
+
+    assert {body["messages"][0]["content"] for body in unread} == {"You are a river guide."}
+    assert {bool(body.get("stream")) for body in unread} == {False, True}
+    assert {body["messages"][0]["content"] for body in drafts.chats} == {"Be brief."}
+    assert len(server.chats) == 3
+    assert all(is_verification(body) for body in server.chats)
+    assert not any("river guide" in text_of(body) for body in server.chats)
+
+
+def test_a_system_prompt_takes_room_from_the_context(scripted: Scripted) -> None:
+    """A fallback leaves out what would not fit beside it."""
+    server = scripted(kind="vllm", context_tokens=800)
+
+    async def room(llm: EndpointLLM) -> int | None:
+        told = await LLMChat(llm).capabilities()
+        return told.context_tokens if told else None
+
+    assert asyncio.run(room(llm_of(server))) == 800
+    assert asyncio.run(room(llm_of(server, system_prompt="é" * 150))) == 500
+
+
 def test_its_api_failure_is_a_failed_draft(scripted: Scripted) -> None:
     """A time-out or an API error of it is told of in the trace; the other models still answer."""
     server = scripted(dialogue(r2=0.9))
@@ -454,6 +523,160 @@ def test_an_error_of_its_keeps_its_cause() -> None:
     assert raised.value.__cause__ is error
 
 
+class Client(CustomLLM):
+    """An app's LLM over the SDK of OpenAI, which can only answer whole."""
+
+    url: str
+    api_key: str = "hunter2-of-the-app"
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        return LLMMetadata(is_chat_model=True, model_name="client")
+
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        with openai.OpenAI(base_url=self.url, api_key=self.api_key, max_retries=0) as client:
+            turns: Any = [{"role": turn.role.value, "content": turn.content} for turn in messages]
+            told = client.chat.completions.create(model="scripted", messages=turns, **kwargs)
+        text = told.choices[0].message.content
+        return ChatResponse(message=ChatMessage(role="assistant", content=text), raw=told)
+
+    def stream_chat(self, messages: Sequence[ChatMessage], **_: Any) -> Any:
+        raise AssertionError
+
+    def complete(self, prompt: str, formatted: bool = False, **_: Any) -> CompletionResponse:
+        raise AssertionError
+
+    def stream_complete(self, prompt: str, formatted: bool = False, **_: Any) -> Any:
+        raise AssertionError
+
+
+def client_of(server: ScriptedServer) -> LLMChat:
+    """Return one that is asked for log-probabilities."""
+    return LLMChat(Client(url=server.base_url), options=openai_options)
+
+
+def drafts_of(response: Any) -> list[Json]:
+    """Return the drafts that a response tells of."""
+    drafts: list[Json] = response.metadata["specrag"]["trace"]["drafts"]
+    return drafts
+
+
+def sent_drafts(server: ScriptedServer) -> list[bool]:
+    """Return, for each draft that was asked for, whether with log-probabilities."""
+    return [bool(body.get("logprobs")) for body in server.chats if is_draft(body)]
+
+
+def refusal(message: str) -> Fault:
+    """Return a 400 in a server's words."""
+    return Fault(400, body={"error": {"message": message}})
+
+
+def test_refused_log_probabilities_cost_no_draft(scripted: Scripted) -> None:
+    """All concurrent drafts are asked for again without, and from then on at once without."""
+
+    def respond(body: Json, call: int) -> Any:
+        if is_draft(body) and body.get("logprobs"):
+            return refusal("logprobs is not supported with this model")
+        return dialogue(r2=0.9)(body, call)
+
+    server = scripted(respond)
+    asked = engine(server, drafter=client_of(server))
+
+    for sent in ([True] * 3 + [False] * 3, [False] * 3):
+        server.reset()
+        response = asked.query(QUESTION)
+        assert not any("failed" in draft for draft in drafts_of(response))
+        assert sorted(sent_drafts(server), reverse=True) == sent
+        assert response.metadata["specrag"]["usage"]["requests"] == len(server.chats)
+
+
+@pytest.mark.parametrize("message", ["content was filtered", "context length is 800 tokens"])
+def test_a_refusal_of_something_else_is_not_asked_twice(scripted: Scripted, message: str) -> None:
+    """One rejected draft costs one request, and the next question still has log-probabilities."""
+
+    def respond(body: Json, call: int) -> Any:
+        if is_draft(body) and "Fact number 0 " in text_of(body):
+            return refusal(message)
+        return dialogue(r2=0.9)(body, call)
+
+    server = scripted(respond)
+    asked = engine(server, drafter=client_of(server))
+
+    for _ in range(2):
+        server.reset()
+        response = asked.query(QUESTION)
+        assert [message in draft.get("failed", "") for draft in drafts_of(response)].count(True)
+        assert sent_drafts(server) == [True] * 3
+        assert response.metadata["specrag"]["usage"]["requests"] == len(server.chats)
+
+
+def test_a_draft_that_fails_in_both_ways_costs_two_requests(scripted: Scripted) -> None:
+    """Refused with log-probabilities, then without: both requests are told of."""
+
+    def respond(body: Json, call: int) -> Any:
+        if is_draft(body):
+            return refusal("logprobs are off" if body.get("logprobs") else "content was filtered")
+        return dialogue()(body, call)
+
+    server = scripted(respond)
+
+    response = engine(server, drafter=client_of(server)).query(QUESTION)
+
+    usage = response.metadata["specrag"]["usage"]
+    assert [s["attempts"] for s in usage["steps"] if s["kind"] == "draft"] == [2, 2, 2]
+    assert usage["requests"] == len(server.chats) == 7
+
+
+def test_a_fallback_that_nobody_streams_comes_whole_and_counted(scripted: Scripted) -> None:
+    """Most servers count no tokens of a stream unless asked to: none is asked for in vain."""
+    server = scripted(unknown)
+    asked = engine(server, verifier=client_of(server))
+
+    async def awaited() -> Any:
+        return await asked.aquery(QUESTION)
+
+    for response in (asked.query(QUESTION), asyncio.run(awaited())):
+        *_, last = response.metadata["specrag"]["usage"]["steps"]
+        assert str(response) == FALLBACK
+        assert last["kind"] == "fallback"
+        assert last["prompt_tokens"] > 0
+        assert last["completion_tokens"] > 0
+    assert not any(body.get("stream") for body in server.chats)
+
+
+def test_a_key_that_a_server_echoes_is_masked(scripted: Scripted) -> None:
+    """The key of an app's LLM is in no failed draft, whatever it looks like."""
+
+    def respond(body: Json, call: int) -> Any:
+        if is_draft(body):
+            return refusal("Incorrect API key provided: hunter2-of-the-app, or of-a-header")
+        return dialogue()(body, call)
+
+    server = scripted(respond)
+    llm = Client(url=server.base_url)
+
+    response = engine(server, drafter=llm).query(QUESTION)
+
+    told = json.dumps(response.metadata["specrag"])
+    assert "Incorrect API key provided: ***" in told
+    assert "hunter2" not in told
+
+
+def test_keys_are_found_by_the_names_of_fields() -> None:
+    """Plain and secret strings, private ones, and headers; limits are none."""
+
+    class Keyed(Own):
+        api_key: str = "plain"
+        azure_ad_token: SecretStr = SecretStr("veiled")
+        default_headers: dict[str, str] = {"X-Team": "header"}  # noqa: RUF012 - pydantic's
+        secret: str | None = None
+        max_tokens: int = 5
+        _key: str = PrivateAttr(default="private")
+
+    assert sorted(keys_of(Keyed(seen=[]))) == ["header", "plain", "private", "veiled"]
+    assert keys_of(own()) == []
+
+
 class Retrying(Own):
     """An app's LLM with retries of its own."""
 
@@ -516,6 +739,69 @@ def test_a_copy_of_an_engine_answers_by_itself(scripted: Scripted) -> None:
     assert not text_of(server.chats[-1]).startswith("Copy: ")
     assert deep._response_synthesizer is not asked._response_synthesizer
     assert [copied.callback_manager for copied in copies] == [asked.callback_manager] * 2
+
+
+class Locked(LlamaDebugHandler):
+    """A handler that cannot be copied or pickled, as those with a client."""
+
+    def __init__(self) -> None:
+        super().__init__(print_trace_on_end=False)
+        self.lock = threading.Lock()
+
+
+def test_a_copied_engine_keeps_its_callbacks(scripted: Scripted) -> None:
+    """Copies share callbacks and retriever, also where a handler could not be copied."""
+    server, handler = scripted(dialogue(r2=0.9)), Locked()
+    manager = CallbackManager([handler])
+    asked = SpeculativeQueryEngine(
+        Given(nodes(), callback_manager=manager),
+        synthesizer(server, callback_manager=manager),
+        [SimilarityPostprocessor(similarity_cutoff=-1.0)],
+        manager,
+    )
+
+    for copied in (copy.copy(asked), copy.deepcopy(asked)):
+        handler.flush_event_logs()
+        assert str(copied.query(QUESTION)) == "river 2 [1]"
+        assert len(handler.get_event_pairs(CBEventType.QUERY)) == 1
+        assert copied.retriever is asked.retriever
+        assert copied.callback_manager is manager
+    copied.update_prompts(
+        {"response_synthesizer:text_qa_template": PromptTemplate("{context_str}")}
+    )
+    assert copied.get_prompts() != asked.get_prompts()
+
+    restored = pickle.loads(pickle.dumps(asked))
+    assert str(restored.query(QUESTION)) == "river 2 [1]"
+    assert restored.retriever.callback_manager is Settings.callback_manager
+    assert asked.retriever.callback_manager is manager
+    (postprocessor,) = asked._node_postprocessors
+    assert postprocessor.callback_manager is manager
+
+
+def test_what_holds_a_key_of_the_apps_is_not_pickled(server: ScriptedServer) -> None:
+    """An app's LLM or embedding would take its key along; copies share it instead."""
+
+    class Embedding(MockEmbedding):
+        api_key: str = ""
+
+    client = Client(url=server.base_url)
+    keyless = MockEmbedding(embed_dim=2)
+    for made in (
+        engine(server, drafter=client),
+        synthesizer(server, verifier=client),
+        LLMChat(client),
+    ):
+        with pytest.raises(pickle.PicklingError, match="Client would be pickled with its key"):
+            pickle.dumps(made)
+    with pytest.raises(pickle.PicklingError, match="embedder: Embedding would be pickled with"):
+        pickle.dumps(synthesizer(server, embedder=Embedding(embed_dim=2, api_key=KEY)))
+
+    assert pickle.loads(pickle.dumps(synthesizer(server, embedder=keyless)))
+    copied = copy.deepcopy(engine(server, drafter=client))._response_synthesizer
+    assert copied._drafters[0].llm is client
+    chat = LLMChat(client)
+    assert copy.copy(chat) is copy.deepcopy(chat) is chat
 
 
 def test_a_pickled_engine_has_no_key_and_answers(

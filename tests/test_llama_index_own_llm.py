@@ -14,6 +14,7 @@ from scripted_server import Fault, Reply, ScriptedServer, is_verification, unsup
 
 pytest.importorskip("llama_index.llms.openai_like")
 
+from llama_index.llms.openai import OpenAI
 from llama_index.llms.openai_like import OpenAILike
 from llama_index_kit import (
     FALLBACK,
@@ -35,17 +36,17 @@ from specrag_integrations.llama_index import LLMChat
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 
-def llm_of(server: ScriptedServer, **options: Any) -> Any:
+def llm_of(server: ScriptedServer, kind: Any = OpenAILike, **options: Any) -> Any:
     """Return the class that most apps use for servers of their own."""
     defaults: Json = {
         "model": "scripted",
         "api_base": server.base_url,
         "api_key": "k",
-        "is_chat_model": True,
+        **({"is_chat_model": True} if kind is OpenAILike else {}),
         "max_retries": 0,
         "reuse_client": False,
     }
-    return OpenAILike(**{**defaults, **options})
+    return kind(**{**defaults, **options})
 
 
 def both(server: ScriptedServer, llm: Any, **options: Any) -> Any:
@@ -106,6 +107,56 @@ def test_its_fallback_is_streamed_and_read_anywhere(scripted: Scripted) -> None:
     pieces = list(answering.synthesize(QUESTION, nodes()).response_gen)
     assert len(pieces) > 2
     assert "".join(pieces) == asyncio.run(read()) == str(asyncio.run(asked())) == FALLBACK
+
+
+def cut_off(body: Json, call: int) -> Reply:
+    """Let every draft say that the passages do not tell, and the fallback run out of tokens."""
+    return Reply(FALLBACK, finish_reason="length") if is_fallback(body) else unknown(body, call)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "counted"),
+    [
+        (OpenAI, {"model": "gpt-4o-mini"}, True),
+        (OpenAILike, {}, False),
+        (OpenAILike, {"additional_kwargs": {"stream_options": {"include_usage": True}}}, True),
+    ],
+    ids=["openai", "like", "like, told to"],
+)
+def test_a_streamed_fallback_is_counted_where_that_can_be_asked_for(
+    scripted: Scripted, kind: Any, options: Json, counted: bool
+) -> None:
+    """OpenAI takes the request for it; a server of the app's only where the app says so."""
+    server = scripted(cut_off)
+    llm = llm_of(server, kind, **options)
+
+    for streaming in (True, False):
+        response = both(server, llm, streaming=streaming).synthesize(QUESTION, nodes())
+        text = str(response)
+        told = response.metadata["specrag"]
+        last = told["usage"]["steps"][-1]
+        assert text == FALLBACK
+        assert (last["prompt_tokens"] is not None) == (counted or not streaming)
+        assert any("was cut off" in note for note in told["trace"]["notes"])
+    assert [bool(body.get("stream")) for body in server.chats if is_fallback(body)] == [True, False]
+
+
+def test_a_rejected_draft_is_asked_for_once(scripted: Scripted) -> None:
+    """A refusal that is not about log-probabilities costs one request, which is told of."""
+
+    def respond(body: Json, call: int) -> Any:
+        if is_draft(body):
+            return Fault(401, body={"error": {"message": "bad key"}})
+        return dialogue()(body, call)
+
+    server = scripted(respond)
+    answering = both(server, llm_of(server))
+
+    for _ in range(2):
+        server.reset()
+        response = answering.synthesize(QUESTION, nodes())
+        assert [b["logprobs"] for b in server.chats if is_draft(b)] == [True] * 3
+        assert response.metadata["specrag"]["usage"]["requests"] == len(server.chats) == 4
 
 
 def test_a_model_that_refuses_log_probabilities_still_drafts(scripted: Scripted) -> None:

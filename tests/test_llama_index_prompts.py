@@ -71,7 +71,11 @@ def test_without_a_prompt_of_the_app_both_defaults_are_used(scripted: Scripted) 
 def test_a_calibration_of_the_core_holds_here(server: ScriptedServer) -> None:
     """The default prompts have the same fingerprint; an app's own ones have another."""
     endpoint = Endpoint(server.base_url, "scripted")
-    options: Json = {"num_drafts": 3, "partitioner": RankStratified()}
+    options: Json = {
+        "num_drafts": 3,
+        "passages_per_draft": 2,
+        "partitioner": RankStratified(),
+    }
     core = SpeculativeRAG(drafter=endpoint, verifier=endpoint, **options)
 
     ours = synthesizer(server, **options)
@@ -153,6 +157,32 @@ def test_what_is_shown_can_be_given_back(scripted: Scripted) -> None:
     asked.query(QUESTION)
 
     assert split(server) == before
+
+
+@pytest.mark.parametrize(
+    "template", [None, PromptTemplate("One. {context_str} {query_str}")], ids=["default", "own"]
+)
+def test_what_is_given_back_goes_on_following_the_apps_prompt(
+    scripted: Scripted, template: PromptTemplate | None
+) -> None:
+    """A draft prompt that is made of the other one is not frozen; one of the app's own stays."""
+    server = scripted(unknown)
+    asked = engine(server, nodes(2), num_drafts=1, text_qa_template=template)
+    two = PromptTemplate("Two. {context_str} {query_str}")
+    mine = PromptTemplate("Mine, Rationale: and Answer: {context_str} {query_str}")
+
+    asked.update_prompts({**asked.get_prompts(), QA: two})
+    asked.query(QUESTION)
+    draft, _ = split(server)
+    server.reset()
+    asked.update_prompts({DRAFT: mine})
+    asked.update_prompts({**asked.get_prompts(), QA: PromptTemplate("Three. {context_str}")})
+    asked.query(QUESTION)
+    own, fallback = split(server)
+
+    assert draft[0]["content"].startswith("Two. ")
+    assert own[0]["content"].startswith("Mine, ")
+    assert fallback[0]["content"].startswith("Three. ")
 
 
 def mapped(**given: Any) -> str:

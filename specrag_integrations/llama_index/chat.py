@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import pickle
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
@@ -24,7 +26,7 @@ from specrag_integrations.errors import (
     LogprobsUnavailableError,
     MalformedReplyError,
 )
-from specrag_integrations.foreign import endpoint_error, tokens_of
+from specrag_integrations.foreign import endpoint_error, refuses_logprobs, tokens_of
 from specrag_integrations.llama_index.llms import EndpointLLM, EndpointResponse
 from specrag_integrations.llama_index.messages import chat_messages
 from specrag_integrations.models import (
@@ -81,6 +83,19 @@ def _step(kind: StepKind) -> Callable[..., Awaitable[ChatResponse]]:
 
     step.__name__ = kind
     return dispatcher.span(step)
+
+
+_listened: ContextVar[bool] = ContextVar("specrag_listened", default=False)
+
+
+@contextmanager
+def listened() -> Iterator[None]:
+    """Say that what is written meanwhile is read piece by piece, as it comes."""
+    before = _listened.set(True)
+    try:
+        yield
+    finally:
+        _listened.reset(before)
 
 
 class LLMChat:
@@ -164,21 +179,25 @@ class LLMChat:
         sent, could_do_without = time.perf_counter(), self._asks_needlessly(request)
         try:
             written = await self._spanned(request, step, None)
-        except EndpointRejectedError:
-            if not could_do_without:
+        except EndpointRejectedError as refusal:
+            if not could_do_without or not refuses_logprobs(refusal):
                 raise
             # Reasoning models refuse log-probabilities, and a draft is worth something without.
             self._mute = True
-            written = await self._spanned(request, step, None)
+            try:
+                written = await self._spanned(request, step, None)
+            except EndpointError as error:
+                error.attempts += refusal.attempts
+                raise
             reply = self._reply(written, request, time.perf_counter() - sent)
-            return replace(reply, attempts=reply.attempts + 1)
+            return replace(reply, attempts=reply.attempts + refusal.attempts)
         return self._reply(written, request, time.perf_counter() - sent)
 
     async def stream(self, request: ChatRequest, *, step: Step) -> AsyncGenerator[ChatDelta, None]:
         """Yield the reply in pieces, otherwise as `chat`.
 
-        An app's LLM is heard to the end first where its own loop is the caller's: the pieces may be
-        read from another one.
+        An app's LLM is heard to the end first where nobody reads the pieces, and where its own loop
+        is the caller's: they may be read from another one.
         """
         sent = time.perf_counter()
         pieces: asyncio.Queue[str | None] = asyncio.Queue()
@@ -198,7 +217,12 @@ class LLMChat:
 
     async def capabilities(self) -> Capabilities | None:
         """Return what the server says of itself; None for an app's LLM."""
-        return await self.endpoint.capabilities() if self.endpoint else None
+        told = await self.endpoint.capabilities() if self.endpoint else None
+        if told is None or told.context_tokens is None:
+            return told
+        # No tokeniser makes more of the system prompt than it has bytes.
+        taken = len((self.llm.system_prompt or "").encode())
+        return replace(told, context_tokens=told.context_tokens - taken)
 
     async def probe(self, request: ChatRequest) -> ChatReply | None:
         """Send a trial request; None for an app's LLM."""
@@ -213,6 +237,27 @@ class LLMChat:
         if self.endpoint is not None:
             await self.endpoint.aclose()
 
+    # ---------------------------------------------------------------- copies
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what can be pickled.
+
+        Raises:
+            pickle.PicklingError: it is an app's LLM, whose key would be written too.
+        """
+        if self.endpoint is None:
+            raise pickle.PicklingError(
+                f"{self.name}: {type(self.llm).__name__} would be pickled with its key; take an "
+                "Endpoint, which leaves its own out, or make the engine anew where it is used"
+            )
+        return vars(self)
+
     # ---------------------------------------------------------------- spans, one for each step
 
     async def _spanned(
@@ -221,14 +266,16 @@ class LLMChat:
         messages = chat_messages(request.messages)
         if self.endpoint is None:
             self._refuse_what_it_cannot(request)
-            if step.kind in _FOR_A_READER and self.llm.system_prompt:
-                system = ChatMessage(role=MessageRole.SYSTEM, content=self.llm.system_prompt)
-                messages.insert(0, system)
+        if step.kind in _FOR_A_READER and self.llm.system_prompt:
+            system = ChatMessage(role=MessageRole.SYSTEM, content=self.llm.system_prompt)
+            messages.insert(0, system)
         call = self._call(request, step, emit)
         try:
             written: ChatResponse = await getattr(self, step.kind)(step.index, messages, call)
         except Exception as error:
-            ours = endpoint_error(error, model=self.name, messages=request.messages)
+            ours = endpoint_error(
+                error, model=self.name, messages=request.messages, secrets=keys_of(self.llm)
+            )
             if ours is None or ours is error:
                 raise
             raise ours from error
@@ -271,6 +318,11 @@ class LLMChat:
         if self._mute and not request.needs_logprobs:
             request = replace(request, top_logprobs=None)
         options = dict(self._wording(request)) if self._wording else {}
+        if not (_listened.get() and portal.here()):
+            # Nobody reads the pieces as they come, and whole replies tell the tokens they cost.
+            emit = None
+        elif self._wording is openai_options and _counts_streams(self.llm):
+            options["stream_options"] = {"include_usage": True}
         return _Call(llm=self._limited(request, step), options=options, emit=emit)
 
     def _limited(self, request: ChatRequest, step: Step) -> LLM:
@@ -321,11 +373,7 @@ class _Call:
     async def __call__(self, messages: Sequence[ChatMessage]) -> ChatResponse:
         if self.emit is None:
             return await self._whole(messages)
-        if isinstance(self.llm, EndpointLLM) or portal.here():
-            return await self._streamed(messages, self.emit)
-        written = await self._whole(messages)
-        self.emit(written.message.content or "")
-        return written
+        return await self._streamed(messages, self.emit)
 
     async def _whole(self, messages: Sequence[ChatMessage]) -> ChatResponse:
         if not isinstance(self.llm, EndpointLLM) and (portal.here() or _is_sync_only(self.llm)):
@@ -336,7 +384,7 @@ class _Call:
     async def _streamed(
         self, messages: Sequence[ChatMessage], emit: Callable[[str], None]
     ) -> ChatResponse:
-        text, last = "", None
+        text, last, ended = "", None, None
         try:
             async with aclosing(await self._responses(messages)) as responses:
                 async for last in responses:
@@ -345,6 +393,7 @@ class _Call:
                         piece = (last.message.content or "")[len(text) :]
                     text += piece
                     emit(piece)
+                    ended = last.raw if _field(last.raw, "choices") else ended
         except NotImplementedError:
             if text:
                 raise
@@ -354,7 +403,11 @@ class _Call:
         if isinstance(last, EndpointResponse):
             return last
         written = ChatMessage(role=MessageRole.ASSISTANT, content=text)
-        return last.model_copy(update={"message": written})
+        raw = last.raw
+        if ended is not None and not _field(raw, "choices"):
+            # The tokens used come in a chunk of their own, after the one that says why it ended.
+            raw = {"choices": _field(ended, "choices"), "usage": _field(raw, "usage")}
+        return last.model_copy(update={"message": written, "raw": raw})
 
     async def _responses(
         self, messages: Sequence[ChatMessage]
@@ -383,6 +436,26 @@ def _is_openai(llm: LLM) -> bool:
         kind.__name__ in _OPENAI and kind.__module__.startswith(_PACKAGES)
         for kind in type(llm).__mro__
     )
+
+
+def _counts_streams(llm: LLM) -> bool:
+    """Whether it is known to take the request to tell the tokens of a stream.
+
+    OpenAI's own class speaks to OpenAI; others inherit from it, for servers that may refuse it.
+    """
+    return type(llm).__name__ == "OpenAI" and _takes_openai_options(llm)
+
+
+def keys_of(component: object) -> list[str]:
+    """Return the keys that an app's LLM or embedding holds, as the names of its fields tell."""
+    held = {**vars(component), **(getattr(component, "__pydantic_private__", None) or {})}
+    found: list[object] = []
+    for name, value in held.items():
+        if name.endswith(("key", "token", "secret", "password")):
+            found.append(getattr(value, "get_secret_value", lambda value=value: value)())
+        elif name.endswith("headers") and isinstance(value, Mapping):
+            found += value.values()
+    return [value for value in found if value and isinstance(value, str)]
 
 
 def _intent(request: ChatRequest) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from contextlib import aclosing
+from typing import Any, cast
 
 from llama_index.core.base.llms.generic_utils import (
     achat_to_completion_decorator,
@@ -30,7 +31,7 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from specrag_integrations.endpoint import Endpoint
 from specrag_integrations.errors import ConfigurationError, MalformedReplyError
 from specrag_integrations.llama_index.messages import messages_from
-from specrag_integrations.models import ChatReply, ChatRequest, Step, Token
+from specrag_integrations.models import ChatDelta, ChatReply, ChatRequest, Step, Token
 from specrag_integrations.portal import portal
 
 _STEP = Step(kind="fallback")
@@ -205,11 +206,14 @@ class EndpointLLM(LLM):
 
     async def _pieces(self, request: ChatRequest) -> AsyncGenerator[ChatResponse, None]:
         text, reply = "", None
-        async for delta in self.endpoint.stream(request, step=_STEP):
-            reply = delta.reply
-            if delta.text:
-                text += delta.text
-                yield ChatResponse(message=_said(text), delta=delta.text)
+        stream = cast(AsyncGenerator[ChatDelta, None], self.endpoint.stream(request, step=_STEP))
+        # Left early, the request ends at once, and not with a loop that closes before it has ended.
+        async with aclosing(stream) as deltas:
+            async for delta in deltas:
+                reply = delta.reply
+                if delta.text:
+                    text += delta.text
+                    yield ChatResponse(message=_said(text), delta=delta.text)
         if reply is None:
             raise MalformedReplyError(f"{self.endpoint.name}: the stream ended without a reply")
         yield _response(reply, delta="" if text else reply.text)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from llama_index.core.base.base_query_engine import BaseQueryEngine
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -17,6 +18,8 @@ from llama_index.core.settings import Settings
 
 from specrag_integrations.errors import ConfigurationError
 from specrag_integrations.llama_index.synthesizer import Model, SpeculativeSynthesizer
+
+Part = TypeVar("Part", BaseRetriever, BaseNodePostprocessor)
 
 
 class SpeculativeQueryEngine(RetrieverQueryEngine):
@@ -65,10 +68,12 @@ class SpeculativeQueryEngine(RetrieverQueryEngine):
     ) -> Self:
         """Take over an engine's retriever, postprocessors, prompt, streaming and callbacks.
 
+        An engine of this kind keeps its other options, too.
+
         Args:
             engine: The engine, which is left as it is.
             drafter: The small model, or several.
-            verifier: The large model; None: the engine's LLM.
+            verifier: The large model; None: the engine's LLM, or its verifier.
             **options: See `SpeculativeSynthesizer`; one that is given here outweighs the engine's.
 
         Raises:
@@ -89,18 +94,17 @@ class SpeculativeQueryEngine(RetrieverQueryEngine):
                 "from_engine: the engine shows images to its LLM (multimodal=True), and drafts are "
                 "written from text"
             )
-        # An answer that asks several times has other prompts, none of which is that of one request.
-        prompt = synthesizer.get_prompts().get("text_qa_template")
         taken = {
-            "streaming": synthesizer._streaming,  # noqa: SLF001
-            "text_qa_template": prompt,
+            **_settings_of(synthesizer),
             "callback_manager": engine.callback_manager,
             **options,
+            "drafter": drafter,
         }
-        llm = synthesizer._llm if verifier is None else verifier  # noqa: SLF001
+        if verifier is not None:
+            taken["verifier"] = verifier
         return cls(
             engine.retriever,
-            SpeculativeSynthesizer(drafter, llm, **taken),
+            SpeculativeSynthesizer(**taken),
             engine._node_postprocessors,  # noqa: SLF001
             taken["callback_manager"],
         )
@@ -148,12 +152,52 @@ class SpeculativeQueryEngine(RetrieverQueryEngine):
             nodes = await self._retriever.aretrieve(query_bundle)
         return await self._async_apply_node_postprocessors(nodes, query_bundle=query_bundle)
 
+    def __copy__(self) -> Self:
+        copied = type(self).__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the synthesizer; what finds and reranks nodes, and the callbacks, are shared."""
+        copied = copy.copy(self)
+        vars(copied).update(
+            _response_synthesizer=copy.deepcopy(self._response_synthesizer, memo),
+            _node_postprocessors=list(self._node_postprocessors),
+        )
+        return copied
+
     def __getstate__(self) -> dict[str, Any]:
         """Return what can be pickled: all but the callbacks."""
-        return {name: value for name, value in vars(self).items() if name != "callback_manager"}
+        state = {name: value for name, value in vars(self).items() if name != "callback_manager"}
+        state["_retriever"] = _with_callbacks(self._retriever, CallbackManager())
+        state["_node_postprocessors"] = [
+            _with_callbacks(one, CallbackManager()) for one in self._node_postprocessors
+        ]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, callback_manager=Settings.callback_manager)
+        parts: list[BaseRetriever | BaseNodePostprocessor] = [self._retriever]
+        for part in [*parts, *self._node_postprocessors]:
+            part.callback_manager = Settings.callback_manager
+
+
+def _with_callbacks(part: Part, callbacks: CallbackManager) -> Part:
+    copied = copy.copy(part)
+    copied.callback_manager = callbacks
+    return copied
+
+
+def _settings_of(synthesizer: BaseSynthesizer) -> dict[str, Any]:
+    """Return the settings of an engine's synthesizer, as ours takes them."""
+    if isinstance(synthesizer, SpeculativeSynthesizer):
+        return synthesizer._configuration()  # noqa: SLF001 - it has no other name
+    return {
+        "verifier": synthesizer._llm,  # noqa: SLF001
+        "streaming": synthesizer._streaming,  # noqa: SLF001
+        # An answer that asks several times has other prompts, none of which is that of one request.
+        "text_qa_template": synthesizer.get_prompts().get("text_qa_template"),
+    }
 
 
 def _is_sync_only(retriever: BaseRetriever) -> bool:

@@ -20,7 +20,6 @@ from specrag_integrations.events import (
     DeltaEvent,
     Event,
     FallbackEvent,
-    PassagesEvent,
     SelectedEvent,
 )
 from specrag_integrations.llama_index.nodes import Sources
@@ -46,12 +45,11 @@ class Told:
 
     def decides(self, event: Event) -> bool:
         """Take in an event; whether it tells who answers, and so the sources."""
-        if isinstance(event, PassagesEvent):
-            self._used = event.passages
-        elif isinstance(event, SelectedEvent):
+        if isinstance(event, SelectedEvent):
             self._used = event.passages
             self._report.update(selection=event.selection.to_dict(), fallback_reason=None)
         elif isinstance(event, FallbackEvent):
+            self._used = event.passages
             self._live = True
             self._report.update(selection=None, fallback_reason=event.reason)
         return isinstance(event, SelectedEvent | FallbackEvent)
@@ -69,7 +67,7 @@ class Told:
     def settle(self, answer: Answer) -> None:
         """Take in an answer that came without events."""
         self._report.fill(answer)
-        self._used = answer.trace.passages if answer.fallback_reason else answer.passages
+        self._used = answer.passages
 
     @property
     def fields(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Self, TypedDict, Unpack
@@ -29,7 +30,7 @@ from llama_index.core.types import RESPONSE_TEXT_TYPE
 from specrag_integrations.confidence import Calibration
 from specrag_integrations.endpoint import Endpoint
 from specrag_integrations.errors import ConfigurationError, InputError, NoAnswerError
-from specrag_integrations.llama_index.chat import LLMChat
+from specrag_integrations.llama_index.chat import LLMChat, keys_of, listened
 from specrag_integrations.llama_index.llms import EndpointLLM
 from specrag_integrations.llama_index.nodes import Sources, embedder_from
 from specrag_integrations.llama_index.prompts import (
@@ -201,8 +202,11 @@ class SpeculativeSynthesizer(BaseSynthesizer):
 
     def _update_prompts(self, prompts: Mapping[str, BasePromptTemplate]) -> None:
         before = self._text_qa_template, self._draft_template
+        given = prompts.get("draft_template", self._draft_template)
+        # What `get_prompts` showed may come back: it goes on following the other prompt.
+        derived = draft_template(self._text_qa_template)
+        self._draft_template = None if given == derived else given
         self._text_qa_template = prompts.get("text_qa_template", self._text_qa_template)
-        self._draft_template = prompts.get("draft_template", self._draft_template)
         try:
             self._rag = self._make_rag()
         except ConfigurationError:
@@ -259,7 +263,8 @@ class SpeculativeSynthesizer(BaseSynthesizer):
         streaming = self._streaming
         try:
             if streaming:
-                return streamed(self._rag.stream(question, sources.passages), told)
+                with listened():
+                    return streamed(self._rag.stream(question, sources.passages), told)
             answer = self._rag.ask(question, sources.passages)
         except NoAnswerError as error:
             if not is_empty(error):
@@ -336,7 +341,16 @@ class SpeculativeSynthesizer(BaseSynthesizer):
         return type(self)(**copied, callback_manager=self._callback_manager)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what can be pickled: the configuration, without callbacks."""
+        """Return what can be pickled: the configuration, without callbacks.
+
+        Raises:
+            pickle.PicklingError: a key of the app's would be written too.
+        """
+        if isinstance(self._embedder, BaseEmbedding) and keys_of(self._embedder):
+            raise pickle.PicklingError(
+                f"embedder: {type(self._embedder).__name__} would be pickled with its key; "
+                "make the engine anew where it is used"
+            )
         return self._configuration()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

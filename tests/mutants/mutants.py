@@ -3329,4 +3329,49 @@ MUTANTS = [
         '"reason": self.reason.value,',
         '"reason": self.reason,',
     ),
+    mutant(
+        "LlamaIndex: a streamed fallback's citations count nodes it does not read",
+        OWN,
+        "llama_index/responses: llama_index_engine::a_fallbacks_citations_count_the_nodes_that_fitted",
+        """            self._used = event.passages
+            self._live = True
+""",
+        """            self._live = True
+""",
+    ),
+    mutant(
+        "LlamaIndex: any refusal ends log-probabilities",
+        OWN,
+        "llama_index/chat: llama_index_llms::a_refusal_of_something_else_is_not_asked_twice",
+        " or not refuses_logprobs(refusal)",
+        "",
+    ),
+    mutant(
+        "LlamaIndex: a request that was refused is not counted",
+        OWN,
+        "llama_index/chat: llama_index_llms::a_draft_that_fails_in_both_ways_costs_two_requests",
+        "error.attempts += refusal.attempts",
+        "pass",
+    ),
+    mutant(
+        "LlamaIndex: a fallback that nobody streams is not counted",
+        OWN,
+        "llama_index/chat: llama_index_llms::a_fallback_that_nobody_streams_comes_whole_and_counted",
+        "if not (_listened.get() and portal.here()):",
+        "if not portal.here():",
+    ),
+    mutant(
+        "LlamaIndex: a key that a server echoes is shown",
+        OWN,
+        "llama_index/chat: llama_index_llms::a_key_that_a_server_echoes_is_masked",
+        "secrets=keys_of(self.llm)",
+        "secrets=()",
+    ),
+    mutant(
+        "LlamaIndex: prompts given back are frozen",
+        OWN,
+        "llama_index/synthesizer: llama_index_prompts::what_is_given_back_goes_on_following_the_apps_prompt",
+        "None if given == derived else given",
+        "given",
+    ),
 ]
