@@ -731,6 +731,8 @@ class Rich:
         ({"output_cls": Rich}, "output_cls cannot be kept"),
         ({"response_mode": "compact"}, "has one mode"),
         ({"refine_template": 1}, "refine_template: there is no such option; known are"),
+        ({"llm": 1}, "there is no such option; .* the large model is verifier="),
+        ({"instructions": "x"}, "instructions stand in text_qa_template or draft_template here"),
         ({"num_drafts": 0}, "num_drafts=0"),
         ({"drafter": "http://gpu:8001"}, "drafter must be an Endpoint or a LlamaIndex LLM"),
         ({"drafter": []}, "drafter is an empty list"),

@@ -394,10 +394,18 @@ def _check_supported(output_cls: object, response_mode: object, options: Mapping
             f"response_mode={response_mode!r}: a speculative synthesizer has one mode; leave it out"
         )
     if unknown := sorted(options.keys() - Options.__annotations__.keys()):
+        known = ", ".join(sorted({*Options.__annotations__, "embedder"}))
+        hints = "; ".join(_INSTEAD[name] for name in unknown if name in _INSTEAD)
         raise ConfigurationError(
-            f"{', '.join(unknown)}: there is no such option; known are "
-            f"{', '.join(sorted(Options.__annotations__))}"
+            f"{', '.join(unknown)}: there is no such option; known are {known}"
+            f"{'; ' if hints else ''}{hints}"
         )
+
+
+_INSTEAD = {
+    "llm": "the large model is verifier=",
+    "instructions": "instructions stand in text_qa_template or draft_template here",
+}
 
 
 def _check_no_kwargs(response_kwargs: Mapping[str, Any]) -> None:
