@@ -326,7 +326,7 @@ def test_every_block_of_the_page_runs(
         pytest.importorskip(needed, reason="the page uses it")
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     server.respond = lambda body, call: (
-        Reply("The Rhine.") if "Name a river" in text_of(body) else prefers(1)(body, call)
+        Reply("The Rhine.") if "Name a river" in text_of(body) else prefers(0)(body, call)
     )
     names: dict[str, Any] = {"retriever": Retriever(), "question": QUESTION}
     code = blocks()
@@ -338,8 +338,8 @@ def test_every_block_of_the_page_runs(
         exec(compile(here, "docs/langchain.md", "exec"), names)  # noqa: S102 - our own page
         if "FastAPI()" in block:
             with serving(names["app"]) as url, ask_over_http(url) as reply:
-                assert b'"river 1"' in reply.read()
+                assert b'"river 0"' in reply.read()
         asks = re.search(r"\.(a?invoke|a?stream|batch)\(", block)
         assert bool(asks) == (len(server.chats) > before), block
 
-    assert "river 1" in capsys.readouterr().out
+    assert "river 0" in capsys.readouterr().out

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("langchain_core", reason="needs the extra `langchain`")
 
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.output_parsers import CommaSeparatedListOutputParser
 from langchain_core.prompts import (
     ChatPromptTemplate,
@@ -31,6 +31,7 @@ from langchain_kit import (
     fails_drafts,
     is_fallback,
     is_verification,
+    make,
     prefers,
     steps,
     text_of,
@@ -62,7 +63,8 @@ def server(scripted: Scripted) -> ScriptedServer:
 
 def combine(server: ScriptedServer, prompt: Any = PROMPT, **options: Any) -> Any:
     """Return a chain over a server."""
-    settings = {"num_drafts": DRAFTS, "partitioner": RankStratified(), **options}
+    sizes = {"num_drafts": DRAFTS, "passages_per_draft": 2}
+    settings = {**sizes, "partitioner": RankStratified(), **options}
     return create_speculative_documents_chain(
         chat(server), prompt, drafter=chat(server), **settings
     )
@@ -126,6 +128,38 @@ def test_the_history_stands_where_the_prompt_has_it(server: ScriptedServer) -> N
                 "user",
             ]
             assert text_of(body).count("There was one.") == 1
+
+
+@pytest.mark.parametrize("way", ["invoke", "ainvoke"])
+def test_a_history_may_be_text_of_the_apps_own(server: ScriptedServer, way: str) -> None:
+    """A prompt with `{chat_history}` gets the string that it got before."""
+    prompt = ChatPromptTemplate.from_template("{chat_history}\n{context}\n{input}")
+
+    WAYS[way](combine(server, prompt), {**GIVEN, "chat_history": "Human: a ferry?"})
+
+    assert len(drafts(server)) == DRAFTS
+    assert all(text_of(body).startswith("Human: a ferry?\nFact") for body in drafts(server))
+    with pytest.raises(InputError, match="chat_history must be a list of messages, not str"):
+        make(server).invoke({**GIVEN, "chat_history": "Human: a ferry?"})
+
+
+def test_tools_in_a_history_are_left_out(server: ScriptedServer) -> None:
+    """A placeholder is filled with the chat turns of an agent's conversation."""
+    call = {"name": "t", "args": {}, "id": "1", "type": "tool_call"}
+    history = [
+        HumanMessage("Is there a ferry?"),
+        AIMessage("", tool_calls=[call]),
+        ToolMessage("ferries: 0", tool_call_id="1"),
+        AIMessage("There was one."),
+    ]
+
+    combine(server).invoke({**GIVEN, "chat_history": history})
+
+    roles = ["system", "user", "assistant", "user"]
+    assert [[turn["role"] for turn in body["messages"]] for body in drafts(server)] == [
+        roles
+    ] * DRAFTS
+    assert not [body for body in server.chats if "ferries" in text_of(body)]
 
 
 def test_every_placeholder_comes_from_the_input(server: ScriptedServer) -> None:
@@ -268,6 +302,16 @@ def test_the_prompt_decides_the_fingerprint(server: ScriptedServer) -> None:
     assert len(set(hashes)) == 3
 
 
+def test_the_engine_alone_cannot_fill_the_prompt(server: ScriptedServer) -> None:
+    """Asked without the chain, it says so, instead of sending a prompt without the question."""
+    texts = [document.page_content for document in DOCUMENTS]
+
+    with pytest.raises(InputError, match="use invoke, ainvoke, stream or astream of the chain"):
+        make(server, prompt=PROMPT).engine.ask(QUESTION, texts)
+
+    assert not drafts(server)
+
+
 def test_a_chain_made_within_a_question_has_its_own_prompt(server: ScriptedServer) -> None:
     """Making a chain while another's question is served does not read that question's input."""
     made: list[str] = []
@@ -293,6 +337,7 @@ def test_the_large_model_verifies_and_falls_back(scripted: Scripted) -> None:
         PROMPT,
         drafter=Endpoint(small.base_url),
         num_drafts=DRAFTS,
+        passages_per_draft=2,
         partitioner=RankStratified(),
     )
 

@@ -24,6 +24,7 @@ from langchain_core.runnables import ConfigurableField
 from langchain_core.runnables.utils import add
 from langchain_kit import (
     DOCUMENTS,
+    DRAFTS,
     QUESTION,
     Scripted,
     chat,
@@ -307,9 +308,11 @@ def test_a_cached_reply_keeps_its_scores(scripted: Scripted) -> None:
 
     assert not server.chats
     assert winner(second) == winner(first)
-    assert [s["value"] for s in second["specrag"]["trace"]["scores"]] == [
-        s["value"] for s in first["specrag"]["trace"]["scores"]
+    scores = [
+        {s["draft"]: s["value"] for s in output["specrag"]["trace"]["scores"]}  # as they came
+        for output in (first, second)
     ]
+    assert scores[0] == scores[1]
 
 
 @pytest.mark.parametrize(("kind", "tier"), [("vllm", "prompt_logprobs"), ("openai", "reflection")])
@@ -322,7 +325,13 @@ def test_scores_survive_the_message(scripted: Scripted, kind: str, tier: str, wa
 
     output = WAYS[way](chain, QUESTION)
 
-    rag = SpeculativeRAG(drafter=bare, verifier=bare, num_drafts=3, partitioner=RankStratified())
+    rag = SpeculativeRAG(
+        drafter=bare,
+        verifier=bare,
+        num_drafts=DRAFTS,
+        passages_per_draft=2,
+        partitioner=RankStratified(),
+    )
     answer = rag.ask(QUESTION, [d.page_content for d in DOCUMENTS])
     told = sorted((s["draft"], s["value"]) for s in output["specrag"]["trace"]["scores"])
     assert output["specrag"]["tier"] == answer.tier == tier
@@ -354,3 +363,11 @@ def test_forced_text_is_scored_by_llama_cpp(scripted: Scripted) -> None:
     assert all(s["terms"]["consistency_answer"] < 0 for s in output["specrag"]["trace"]["scores"])
     assert len([body for body in server.chats if body.get("grammar")]) == 3
     assert len([body for body in server.chats if is_verification(body)]) >= 3
+
+
+def test_an_endpoint_may_be_given_first(server: ScriptedServer) -> None:
+    """As an EndpointLLM takes it: the same endpoint, not a copy."""
+    endpoint = Endpoint(server.base_url, "scripted")
+    model = EndpointChat(endpoint)
+    assert model.endpoint is endpoint
+    assert model.invoke("Name a river.").text

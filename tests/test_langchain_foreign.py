@@ -16,9 +16,10 @@ import pytest
 
 pytest.importorskip("langchain_core", reason="needs the extra `langchain`")
 
+from langchain_core.callbacks import get_usage_metadata_callback
 from langchain_core.messages import AIMessage
 from langchain_core.output_parsers import StrOutputParser
-from langchain_core.runnables import RunnableLambda
+from langchain_core.runnables import ConfigurableField, RunnableLambda
 from langchain_kit import (
     DOCUMENTS,
     DRAFTS,
@@ -30,14 +31,17 @@ from langchain_kit import (
     believing,
     chat,
     children,
+    draft,
     fails_drafts,
-    is_fallback,
     is_verification,
+    lead,
     make,
     prefers,
     steps,
+    text_of,
     winner,
     writes,
+    yes,
 )
 from scripted_server import Fault, Reply, ScriptedServer
 from test_langchain_runnable import WAYS, acollect
@@ -152,28 +156,209 @@ def test_the_options_of_a_users_model_stay_his(server: ScriptedServer) -> None:
     assert {body["temperature"] for body in server.chats} == {0.3}
 
 
-def test_a_server_that_refuses_log_probabilities_is_asked_once(scripted: Scripted) -> None:
-    """The refusal costs one more request, then the letters of the `choice` tier decide."""
+def refuses(body: dict[str, Any], _: int) -> Reply | Fault:
+    """Answer without log-probabilities, and refuse to tell any."""
+    if body.get("logprobs"):
+        message = "logprobs are not supported with reasoning models"
+        return Fault(400, body={"error": {"message": message}}, headers={})
+    return Reply(writes(text_of(body)))
 
-    def respond(body: dict[str, Any], call: int) -> Any:
-        if body.get("logprobs"):
-            message = "logprobs are not supported with reasoning models"
-            return Fault(400, body={"error": {"message": message}}, headers={})
-        said = "\n".join(message["content"] for message in body["messages"])
-        return Reply(writes(said))
 
-    server = scripted(respond)
+@pytest.mark.parametrize("way", ["invoke", "ainvoke"])
+def test_a_server_that_refuses_log_probabilities_is_asked_once(
+    scripted: Scripted, way: str
+) -> None:
+    """The refusal costs one more request and no draft, then the letters of `choice` decide.
+
+    All drafts are under way when the first refusal comes.
+    """
+    server = scripted(refuses)
+    server.delay = 0.05
     model = chat_openai(server)
     chain = make(server, drafter=model, verifier=model)
 
-    first = chain.invoke(QUESTION)
+    first = WAYS[way](chain, QUESTION)
     asked = len(server.chats)
-    second = chain.invoke(QUESTION)
+    second = WAYS[way](chain, QUESTION)
 
+    assert [draft.get("failed") for draft in first["specrag"]["trace"]["drafts"]] == [None] * DRAFTS
+    assert first["specrag"]["usage"]["requests"] == asked <= chain.engine.max_requests
     assert first["specrag"]["tier"] == second["specrag"]["tier"] == "choice"
     assert winner(first) == winner(second) == "river 0"
     assert len([b for b in server.chats[asked:] if b.get("logprobs")]) == 0
     assert len([b for b in server.chats[:asked] if b.get("logprobs")]) <= 2 * DRAFTS
+
+
+def test_another_refusal_is_not_of_log_probabilities(server: ScriptedServer) -> None:
+    """A draft that is refused for what it says is not asked for again, and nothing is learnt."""
+    message = "the content was filtered"
+    server.respond = lambda body, call: (
+        prefers(1)(body, call)
+        if is_verification(body) or lead(body) != 0
+        else Fault(400, body={"error": {"message": message}}, headers={})
+    )
+    model = chat_openai(server)
+    chain = make(server, drafter=model, verifier=model)
+
+    for _ in range(2):
+        server.reset()
+        output = chain.invoke(QUESTION)
+        assert output["specrag"]["tier"] == "reflection"
+        assert len(server.chats) == output["specrag"]["usage"]["requests"] == 2 * DRAFTS - 1
+        assert all(body["logprobs"] for body in server.chats)
+
+
+def test_what_fails_without_log_probabilities_too_is_counted(server: ScriptedServer) -> None:
+    """A failed draft tells of both requests, and the engine's most requests hold for them."""
+
+    def respond(body: dict[str, Any], call: int) -> Reply | Fault:
+        return refuses(body, call) if body.get("logprobs") else fails_drafts(body, call)
+
+    server.respond = respond
+    chain = make(server, drafter=chat_openai(server), num_drafts=1)
+
+    output = chain.invoke(QUESTION)
+
+    assert winner(output) == "All six rivers are meant [1]."
+    assert len(server.chats) == 3  # the draft with and without, and the fallback
+    assert output["specrag"]["usage"]["requests"] == 3
+
+
+def test_what_a_model_refuses_is_known_to_every_chain(
+    server: ScriptedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Configured anew with each call, a chain asks a model no second time, nor warns again."""
+    server.respond = refuses
+    model = chat_openai(server, max_retries=1).with_retry(stop_after_attempt=2)
+    chain = make(server, drafter=model, verifier=Foreign(respond=writes)).configurable_fields(
+        num_drafts=ConfigurableField(id="drafts")
+    )
+    for drafts in (1, 2):
+        server.reset()
+        chain.invoke(QUESTION, {"configurable": {"drafts": drafts}})
+
+    assert [body.get("logprobs") for body in server.chats] == [None, None]
+    assert len([r for r in caplog.records if "multiply" in r.getMessage()]) == 1
+
+
+# -------------------------------------------------------------------- streams and counts
+
+
+def speaks(body: dict[str, Any], _: int) -> Reply:
+    """Draft and verify, whether streamed or not; answer whatever else is asked."""
+    if is_verification(body):
+        return yes(0.9)
+    return draft(body) if "Write two lines" in text_of(body) else Reply("All six [1].")
+
+
+@pytest.mark.parametrize("listener", ["astream_events", "messages"])
+def test_drafts_of_chat_openai_are_never_streamed(server: ScriptedServer, listener: str) -> None:
+    """Where every token has a listener, drafts and verdicts are whole, scored and counted."""
+    server.respond = speaks
+    model = chat_openai(server)
+    chain = make(server, drafter=model, verifier=model)
+
+    with get_usage_metadata_callback() as usage:
+        if listener == "astream_events":
+            events = asyncio.run(acollect(chain.astream_events(QUESTION, version="v2")))
+            assert not [e for e in events if e["event"] == "on_chat_model_stream"]
+        else:
+            graphs = pytest.importorskip("langgraph.graph", reason="needs langgraph")
+            graph = graphs.StateGraph(graphs.MessagesState)
+            graph.add_node("rag", chain.as_node())
+            graph.add_edge(graphs.START, "rag")
+            given = {"messages": [("user", QUESTION)]}
+            shown = list(graph.compile().stream(given, stream_mode="messages"))
+            assert [message.text for message, _ in shown] == ["river 0"]
+
+    assert len(server.chats) == 2 * DRAFTS
+    assert not [body for body in server.chats if body.get("stream")]
+    assert usage.usage_metadata["scripted"]["output_tokens"] > 0
+
+
+def undrafted(body: dict[str, Any], call: int) -> Reply | Fault:
+    """Refuse drafts; answer in one way or the other."""
+    if "Write two lines" in text_of(body):
+        return Fault(400, body={"error": {"message": "no drafts today"}}, headers={})
+    return speaks(body, call)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fallback_of_chat_openai_is_counted(server: ScriptedServer, way: str) -> None:
+    """It is streamed only to who streams, and its tokens are told in either case."""
+    server.respond = undrafted
+    chain = make(server, verifier=chat_openai(server))
+
+    with get_usage_metadata_callback() as usage:
+        output = WAYS[way](chain, QUESTION)
+
+    (step,) = [s for s in output["specrag"]["usage"]["steps"] if s["kind"] == "fallback"]
+    assert winner(output) == "All six [1]."
+    assert step["prompt_tokens"] > 0
+    assert step["completion_tokens"] == 3
+    assert usage.usage_metadata["scripted"]["output_tokens"] == 3
+    (body,) = [b for b in server.chats if "Write two lines" not in text_of(b)]
+    assert bool(body.get("stream")) == ("stream" in way or "transform" in way)
+
+
+def test_a_listener_has_the_fallback_of_an_unstreamed_question(server: ScriptedServer) -> None:
+    """A node of LangGraph is invoked, and its graph streams: the words are shown and counted."""
+    graphs = pytest.importorskip("langgraph.graph", reason="needs langgraph")
+    server.respond = undrafted
+    graph = graphs.StateGraph(graphs.MessagesState)
+    graph.add_node("rag", make(server, verifier=chat_openai(server)).as_node())
+    graph.add_edge(graphs.START, "rag")
+    compiled = graph.compile()
+    given = {"messages": [("user", QUESTION)]}
+
+    with get_usage_metadata_callback() as usage:
+        shown = list(compiled.stream(given, stream_mode="messages"))
+
+    assert [m.text for m, _ in shown if m.text] == ["All", " six", " [1]."]
+    assert usage.usage_metadata["scripted"]["output_tokens"] == 3
+
+
+def test_a_server_that_cannot_count_a_stream_still_streams(server: ScriptedServer) -> None:
+    """Where `stream_options` is refused, the answer is streamed without it, from then on."""
+
+    def respond(body: dict[str, Any], call: int) -> Reply | Fault:
+        if body.get("stream_options"):
+            told = {"error": {"message": "unknown field stream_options"}}
+            return Fault(400, body=told, headers={})
+        return undrafted(body, call)
+
+    server.respond = respond
+    chain = make(server, verifier=chat_openai(server), num_drafts=1)
+    outputs = [WAYS["stream"](chain, QUESTION), WAYS["astream"](chain, QUESTION)]
+
+    assert [winner(output) for output in outputs] == ["All six [1]."] * 2
+    assert [output["specrag"]["usage"]["requests"] for output in outputs] == [3, 2]
+    assert len([body for body in server.chats if body.get("stream_options")]) == 1
+
+
+def test_who_wants_no_count_of_a_stream_is_heeded(server: ScriptedServer) -> None:
+    """`stream_usage=False` of the model stays as it is."""
+    server.respond = undrafted
+    chain = make(server, verifier=chat_openai(server, stream_usage=False))
+
+    assert winner(WAYS["stream"](chain, QUESTION)) == "All six [1]."
+    assert not [body for body in server.chats if body.get("stream_options")]
+
+
+@pytest.mark.parametrize("way", ["invoke", "ainvoke", "stream", "astream"])
+def test_the_key_of_a_users_model_is_masked(server: ScriptedServer, way: str) -> None:
+    """A server that repeats the key does not bring it into the trace."""
+    key = "tenant 4f9a27c1d0"
+    told = {"error": {"message": f"no such key: {key}"}}
+    server.respond = lambda *_: Fault(401, body=told, headers={})
+    model = chat_openai(server, api_key=key)
+    chain = make(server, drafter=model | StrOutputParser(), verifier=model)
+
+    with pytest.raises(NoAnswerError) as raised:
+        WAYS[way](chain, QUESTION)
+
+    assert "no such key" in str(raised.value.failures)
+    assert key not in str(raised.value.failures)
 
 
 @pytest.mark.parametrize("way", ["ainvoke", "astream"])
@@ -200,7 +385,9 @@ def test_cancelling_ends_the_requests_of_chat_openai(server: ScriptedServer, way
 def test_failures_of_a_users_client_are_values(server: ScriptedServer, status: int) -> None:
     """What openai raises is told in the trace, as our own endpoints' failures are."""
     fault = Fault(status, body={"error": {"message": "not now"}}, headers={})
-    server.respond = lambda body, call: fault if not is_fallback(body) else Reply("standard [1]")
+    server.respond = lambda body, _: (
+        fault if "Write two lines" in text_of(body) else Reply("standard [1]")
+    )
 
     output = make(server, drafter=chat_openai(server), verifier=chat_openai(server)).invoke(
         QUESTION
@@ -529,7 +716,7 @@ def test_attempts_are_counted_through_wrappers(server: ScriptedServer) -> None:
     assert RunnableChat(model.with_retry(stop_after_attempt=3)).max_attempts == 6
     assert RunnableChat(model.with_fallbacks([model])).max_attempts == 4
     assert RunnableChat(Foreign(respond=writes)).max_attempts == 1
-    assert RunnableChat(chat_openai(server, max_retries=2)).max_attempts == 3
+    assert RunnableChat(chat_openai(server, max_retries=2)).max_attempts == 4
 
 
 def test_two_layers_of_retries_are_told(
@@ -546,12 +733,13 @@ def test_two_layers_of_retries_are_told(
     assert not caplog.records
 
 
-def test_the_responses_api_is_asked_for_text_alone(server: ScriptedServer) -> None:
+@pytest.mark.parametrize("way", ["invoke", "ainvoke", "stream", "astream"])
+def test_the_responses_api_is_asked_for_text_alone(server: ScriptedServer, way: str) -> None:
     """A ChatOpenAI that uses it takes no options of chat completions; here its server has none."""
     model = chat_openai(server, use_responses_api=True)
 
     with pytest.raises(NoAnswerError) as raised:
-        make(server, drafter=model, verifier=model).invoke(QUESTION)
+        WAYS[way](make(server, drafter=model, verifier=model), QUESTION)
 
     assert {path for _, path in server.requests} == {"/v1/responses"}
     assert all("404" in failure for failure in raised.value.failures)

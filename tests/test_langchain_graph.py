@@ -14,8 +14,8 @@ pytest.importorskip("langgraph", reason="needs langgraph")
 
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
-from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.runnables import RunnableLambda
+from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
+from langchain_core.runnables import ConfigurableField, RunnableLambda
 from langchain_kit import (
     DOCUMENTS,
     DRAFTS,
@@ -200,6 +200,83 @@ def test_the_prompt_of_a_node_reads_the_state(server: ScriptedServer) -> None:
     assert all(said.startswith("As a pilot: Fact number") for said in drafts)
 
 
+@both
+def test_each_turn_has_its_own_documents(server: ScriptedServer, invoke: Invoke) -> None:
+    """With the app's own prompt as well, a second question is answered from what it retrieves."""
+    prompt = ChatPromptTemplate.from_template("{context}\n{question}")
+    asked: list[str] = []
+
+    def retrieve(question: str) -> list[Document]:
+        asked.append(question)
+        return DOCUMENTS[:2] if question == QUESTION else DOCUMENTS[4:]
+
+    class Kept(TypedDict, total=False):
+        question: str
+        context: list[Document]
+        answer: str
+        specrag: dict[str, Any]
+
+    chain = make(server, prompt=prompt, retriever=RunnableLambda(retrieve), num_drafts=1)
+    graph = graph_of(chain.as_node(), Kept)
+    first = invoke(graph, {"question": QUESTION})
+    server.reset()
+    second = invoke(graph, {**first, "question": "And the last?"})
+
+    assert asked == [QUESTION, "And the last?"]
+    assert {document.id for document in second["context"]} == {"d4", "d5"}
+    assert not [body for body in server.chats if "Fact number 0" in text_of(body)]
+    assert second["answer"] == "river 4"
+
+
+@both
+def test_a_prompt_over_messages_reads_no_traffic_of_tools(
+    server: ScriptedServer, invoke: Invoke
+) -> None:
+    """Placeholders for a conversation are filled with its chat turns alone."""
+    prompt = ChatPromptTemplate.from_messages(
+        [("system", "Use this:\n{context}"), MessagesPlaceholder("messages")]
+    )
+    graph = graph_of(make(server, prompt=prompt, num_drafts=1).as_node(), MessagesState)
+
+    invoke(graph, {"messages": tool_turns()})
+
+    drafts = [body for body in server.chats if not is_verification(body)]
+    assert [[turn["role"] for turn in body["messages"]] for body in drafts] == [
+        ["system", "user", "assistant", "user"]
+    ]
+    assert "It says none." in text_of(drafts[0])
+    assert "ferries" not in text_of(drafts[0])
+
+
+def test_a_question_that_is_a_message_too_is_asked_once(server: ScriptedServer) -> None:
+    """A state may hold the question and end in the same words: they are no earlier turn."""
+    messages = [HumanMessage("Is there a ferry?"), AIMessage("No."), HumanMessage(QUESTION)]
+
+    make(server).as_node().invoke({"question": QUESTION, "messages": messages})
+
+    drafts = [text_of(body) for body in server.chats if not is_verification(body)]
+    assert {said.count(QUESTION) for said in drafts} == {1}
+    assert {said.count("Is there a ferry?") for said in drafts} == {1}
+
+
+@both
+def test_a_node_of_configurable_fields_is_configured(
+    server: ScriptedServer, invoke: Invoke
+) -> None:
+    """What the graph's config sets holds in the node, and in the tool."""
+    chain = make(server).configurable_fields(num_drafts=ConfigurableField(id="drafts"))
+    config = {"configurable": {"drafts": 1}}
+    graph = graph_of(chain.as_node()).with_config(config)
+    tool = chain.as_rag_tool("rivers", "Knows rivers.")
+    call = {"name": "rivers", "args": {"question": QUESTION}, "id": "1", "type": "tool_call"}
+
+    state = invoke(graph, {"question": QUESTION})
+
+    assert len(state["specrag"]["trace"]["drafts"]) == 1
+    assert len(tool.invoke(call, config).artifact["specrag"]["trace"]["drafts"]) == 1
+    assert len(tool.invoke(call).artifact["specrag"]["trace"]["drafts"]) == DRAFTS
+
+
 def test_the_run_of_a_node_is_one_tree(server: ScriptedServer) -> None:
     """All requests hang below the graph's run."""
     tree = Tree()
@@ -324,18 +401,24 @@ def test_a_tool_node_keeps_the_sources(server: ScriptedServer, invoke: Invoke) -
     assert message.artifact["context"][0].id == "d1"
 
 
-def test_a_question_after_tools_is_answered(server: ScriptedServer) -> None:
-    """What tools said in a conversation is left out of its history."""
+def tool_turns() -> list[Any]:
+    """Return a conversation in which tools were used."""
     call = {"name": "t", "args": {}, "id": "1", "type": "tool_call"}
-    messages = [
+    used = {"type": "tool_use", "id": "2", "name": "t", "input": {}}  # as Anthropic's content
+    return [
         HumanMessage("Use the tool."),
         AIMessage("", tool_calls=[call]),
         ToolMessage("ferries: 0", tool_call_id="1"),
+        AIMessage([used], tool_calls=[{**call, "id": "2"}]),
+        ToolMessage("ferries: 0", tool_call_id="2"),
         AIMessage("It says none."),
         HumanMessage(QUESTION),
     ]
 
-    make(server).as_node().invoke({"messages": messages})
+
+def test_a_question_after_tools_is_answered(server: ScriptedServer) -> None:
+    """What tools said in a conversation is left out of its history."""
+    make(server).as_node().invoke({"messages": tool_turns()})
 
     said = "\n".join(text_of(body) for body in server.chats)
     assert "It says none." in said

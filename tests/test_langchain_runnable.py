@@ -47,6 +47,7 @@ from specrag_integrations import (
     ConfigurationError,
     Endpoint,
     InputError,
+    MultiPerspective,
     NoAnswerError,
     NoAnswerReason,
     RankStratified,
@@ -158,7 +159,7 @@ def test_a_batch_keeps_the_errors_of_its_questions(server: ScriptedServer, kind:
     assert len(server.chats) == 4 * DRAFTS
 
 
-@pytest.mark.parametrize("kind", ["batch", "abatch"])
+@pytest.mark.parametrize("kind", ["batch", "abatch", "batch_as_completed", "abatch_as_completed"])
 def test_max_concurrency_holds_for_all_requests_of_a_batch(
     server: ScriptedServer, kind: str
 ) -> None:
@@ -168,10 +169,13 @@ def test_max_concurrency_holds_for_all_requests_of_a_batch(
     chain.engine.warmup()
     server.reset()
 
-    if kind == "batch":
-        chain.batch([QUESTION] * 3, config)
-    else:
-        asyncio.run(chain.abatch([QUESTION] * 3, config))
+    asked = getattr(chain, kind)([QUESTION] * 3, config)
+    if kind == "abatch":
+        asyncio.run(asked)
+    elif kind == "abatch_as_completed":
+        assert sorted(n for n, _ in asyncio.run(acollect(asked))) == [0, 1, 2]
+    elif kind == "batch_as_completed":
+        assert sorted(n for n, _ in asked) == [0, 1, 2]
 
     assert len(server.chats) == 6 * DRAFTS
     assert server.max_in_flight == 2
@@ -555,7 +559,46 @@ def test_citations_of_a_fallback_count_the_context(server: ScriptedServer, way: 
     assert f"[2] {second.page_content}" in text_of(asked)
 
 
+@pytest.mark.parametrize("way", ["invoke", "ainvoke", "stream", "astream"])
+def test_what_did_not_fit_a_fallback_is_not_cited(scripted: Scripted, way: str) -> None:
+    """A document that is too long for the verifier's context comes after those that were read."""
+
+    def respond(body: dict[str, Any], call: int) -> Reply | Fault:
+        if is_verification(body) or is_fallback(body):
+            return prefers(1)(body, call)
+        return Fault(400, body={"error": {"message": "no drafts today"}})
+
+    server = scripted(respond, kind="vllm", context_tokens=800)
+    long = Document("long " * 1500, id="long")
+    chain = make(server, num_drafts=2)
+
+    output = WAYS[way](chain, {"question": QUESTION, "context": [long, *DOCUMENTS[:3]]})
+
+    (asked,) = [body for body in server.chats if is_fallback(body)]
+    assert f"[1] {DOCUMENTS[0].page_content}" in text_of(asked)
+    assert [document.id for document in output["context"]] == ["d0", "d1", "d2", "long"]
+    assert output["specrag"]["passages"][0]["id"] == "d0"
+
+
 # -------------------------------------------------------------------- inputs
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("falls_back", [False, True])
+def test_an_output_may_be_asked_again(server: ScriptedServer, way: str, falls_back: bool) -> None:
+    """What an earlier answer left in the input is replaced, streamed or whole."""
+    if falls_back:
+        server.respond = fails_drafts
+    chain = make(server)
+    text = "All six rivers are meant [1]." if falls_back else "river 1"
+
+    output = WAYS[way](chain, {"question": QUESTION, "answer": "OLD ", "user": 7})
+    again = WAYS[way](chain, output)
+    piped = WAYS[way](chain | chain, QUESTION)
+
+    assert [winner(one) for one in (output, again, piped)] == [text] * 3
+    assert (output["user"], again["user"]) == (7, 7)
+    assert again["specrag"]["text"] == piped["specrag"]["text"] == text
 
 
 def test_further_keys_are_passed_on(server: ScriptedServer) -> None:
@@ -627,6 +670,7 @@ def test_a_bad_input_is_named_with_its_remedy(
 
 BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "drafter": ({"drafter": "gpt"}, r"write init_chat_model\('gpt'\)"),
+    "address": ({"drafter": "http://gpu/v1"}, r"write Endpoint\('http://gpu/v1'\)"),
     "no verifier": ({"verifier": None}, "verifier is missing"),
     "retriever": ({"retriever": object()}, r"give store.as_retriever\(\)"),
     "num_drafts": ({"num_drafts": "many"}, "num_drafts='many' must be at least 1"),
@@ -726,6 +770,7 @@ def test_embeddings_of_langchain_cluster_the_documents(server: ScriptedServer, w
         retriever=Retriever(),
         num_drafts=DRAFTS,
         passages_per_draft=2,
+        partitioner=MultiPerspective(),
         embedder=embedder,
     )
 
@@ -747,6 +792,7 @@ def test_endpoints_may_be_given_as_they_are(server: ScriptedServer) -> None:
         verifier=large,
         retriever=Retriever(),
         num_drafts=DRAFTS,
+        passages_per_draft=2,
         partitioner=RankStratified(),
     )
     chain.invoke(QUESTION)

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("langchain_core", reason="needs the extra `langchain`")
 
+from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import AsyncCallbackHandler, get_usage_metadata_callback
 from langchain_core.load import dumpd, dumps, loads
 from langchain_core.runnables import RunnableLambda, RunnableParallel
@@ -33,10 +34,11 @@ from langchain_kit import (
     winner,
     writes,
 )
+from openai import AsyncOpenAI
 from scripted_server import ScriptedServer
 from test_langchain_runnable import Counting, acollect
 
-from specrag_integrations import Endpoint, RankStratified
+from specrag_integrations import ConfigurationError, Endpoint, RankStratified
 from specrag_integrations.langchain import EndpointChat, SpeculativeRAGRunnable
 
 SECRET = "sk-" + "0123456789" * 2
@@ -259,6 +261,7 @@ def secretive(server: ScriptedServer) -> SpeculativeRAGRunnable:
         drafter=model,
         verifier=model.bind(temperature=0.0),
         num_drafts=DRAFTS,
+        passages_per_draft=2,
         partitioner=RankStratified(),
     )
 
@@ -326,6 +329,54 @@ def test_a_dump_is_loaded_with_its_key(scripted: Scripted) -> None:
     assert loaded.num_drafts == DRAFTS
     assert loaded.drafter.endpoint.options == model.endpoint.options
     assert (loaded.drafter.max_tokens, loaded.drafter.timeout) == (64, 9.0)
+
+
+def test_what_a_body_may_hide_is_not_shown(scripted: Scripted) -> None:
+    """`extra_body` may hold a token: it is in no repr and no trace, but in a dump, to be loaded."""
+    server = scripted(prefers(1))
+    model = chat(server, extra_body={"user_token": SECRET})
+    tree = Tree()
+
+    make(server, drafter=model, verifier=model).invoke(GIVEN, {"callbacks": [tree]})
+
+    traced = json.dumps([run_json(run) for run in tree.roots], default=repr)
+    assert all(body["user_token"] == SECRET for body in server.chats)
+    assert SECRET not in repr(model) + repr(model.with_retry()) + traced
+    assert '"model": "scripted"' in traced
+    assert SECRET in dumps(model)
+
+
+def test_bodies_that_differ_are_cached_apart(scripted: Scripted) -> None:
+    """What is not shown still tells two models apart, and equal ones share their replies."""
+    server, cache = scripted(prefers(1)), InMemoryCache()
+
+    for seed in (1, 2, 1):
+        chat(server, cache=cache, extra_body={"seed": seed}).invoke("Fact number 1")
+
+    assert [body["seed"] for body in server.chats] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"headers": {"X-Team": SECRET}}, "headers"),
+        ({"client_factory": AsyncOpenAI}, "client_factory"),
+    ],
+)
+def test_what_a_dump_would_lose_is_refused(
+    scripted: Scripted, options: dict[str, Any], named: str
+) -> None:
+    """A dump that would ask its server otherwise is not written; the chain itself works."""
+    server = scripted(prefers(1))
+    endpoint = Endpoint(server.base_url, "scripted", **options)
+    chain = make(server, drafter=EndpointChat(endpoint=endpoint, cache=InMemoryCache()))
+    tree = Tree()
+
+    assert winner(chain.invoke(QUESTION, {"callbacks": [tree]})) == "river 1"
+    assert SECRET not in json.dumps([run_json(run) for run in tree.roots], default=repr)
+    for part in (chain, chain.drafter):
+        with pytest.raises(ConfigurationError, match=named):
+            dumps(part)
 
 
 @pytest.mark.parametrize("copied", ["pickle", "deepcopy", "copy", "cloudpickle"])

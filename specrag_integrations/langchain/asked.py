@@ -16,6 +16,10 @@ from specrag_integrations.options import checked_question
 
 CONTEXT = "context"
 HISTORY = "chat_history"
+ANSWER = "answer"
+SPECRAG = "specrag"
+_OURS = frozenset({ANSWER, CONTEXT, SPECRAG})
+"""What an output holds anew; an input that was an output has it as well."""
 _QUESTIONS = ("question", "input")
 
 
@@ -35,7 +39,7 @@ class Asked:
     @property
     def passed_on(self) -> dict[str, Any]:
         """What the output begins with: further keys as they came, and the question."""
-        return {key: value for key, value in self.inputs.items() if key != CONTEXT}
+        return {key: value for key, value in self.inputs.items() if key not in _OURS}
 
 
 def question_key(given: Mapping[str, Any]) -> str | None:
@@ -43,8 +47,13 @@ def question_key(given: Mapping[str, Any]) -> str | None:
     return next((key for key in _QUESTIONS if given.get(key) is not None), None)
 
 
-def asked_of(given: object, *, retrieves: bool) -> Asked:
-    """Read a string, or a dict with question and context; `retrieves` allows for a string.
+def asked_of(given: object, *, retrieves: bool, is_prompted: bool) -> Asked:
+    """Read a string, or a dict with question and context.
+
+    Args:
+        given: The input.
+        retrieves: A string will do.
+        is_prompted: The app's own prompt reads the input, and may want its history as text.
 
     Raises:
         InputError: there is no question in it, or no documents.
@@ -62,10 +71,11 @@ def asked_of(given: object, *, retrieves: bool) -> Asked:
     context = given.get(CONTEXT)
     if context is None and not retrieves:
         raise InputError("the input has no 'context'; give a list of Document, or set retriever=")
+    history = given.get(HISTORY) or ()
     return Asked(
         question=checked_question(given[key]),
         key=key,
         documents=None if context is None else checked_documents(context),
-        history=history_of(given.get(HISTORY) or ()),
+        history=() if is_prompted and isinstance(history, str) else history_of(history),
         inputs=dict(given),
     )

@@ -33,6 +33,8 @@ class Asking:
     empty_answer: str
     most_calls: int
     """The most calls in threads at once."""
+    is_prompted: bool
+    """Whether the app's own prompt reads the input."""
     mends: bool
     """Whether the engine may mend a draft."""
     slots: asyncio.Semaphore | None = None
@@ -41,7 +43,7 @@ class Asking:
     def answer(self, given: Any, config: RunnableConfig) -> AddableDict:
         """Return the output of a question, from synchronous code."""
         asked = self._asked(given)
-        call = self._call(asked, self._retrieved(asked, config), config)
+        call = self._call(asked, self._retrieved(asked, config), config, streams=False)
         try:
             answer = portal.run(call.serve(self.engine.aask(**_question(asked, call))))
         except NoAnswerError as error:
@@ -51,7 +53,8 @@ class Asking:
     async def aanswer(self, given: Any, config: RunnableConfig) -> AddableDict:
         """Return the output of a question."""
         asked = self._asked(given)
-        call = self._call(asked, await self._aretrieved(asked, config), config)
+        retrieved = await self._aretrieved(asked, config)
+        call = self._call(asked, retrieved, config, streams=False)
         try:
             answer = await call.serve(self.engine.aask(**_question(asked, call)))
         except NoAnswerError as error:
@@ -88,7 +91,7 @@ class Asking:
                 yield self._empty(asked, call, error)
 
     def _asked(self, given: Any) -> Asked:
-        return asked_of(given, retrieves=self.retriever is not None)
+        return asked_of(given, retrieves=self.retriever is not None, is_prompted=self.is_prompted)
 
     def _retrieved(self, asked: Asked, config: RunnableConfig) -> Retrieved:
         if asked.documents is not None or self.retriever is None:
@@ -100,7 +103,9 @@ class Asking:
             return Retrieved(asked.documents or ())
         return Retrieved(checked_documents(await self.retriever.ainvoke(asked.question, config)))
 
-    def _call(self, asked: Asked, retrieved: Retrieved, config: RunnableConfig) -> Call:
+    def _call(
+        self, asked: Asked, retrieved: Retrieved, config: RunnableConfig, *, streams: bool = True
+    ) -> Call:
         limit = config.get("max_concurrency")
         return Call(
             config=config,
@@ -108,6 +113,7 @@ class Asking:
             retrieved=retrieved,
             threads=Threads(self.most_calls),
             slots=self.slots or (asyncio.Semaphore(limit) if limit else None),
+            streams=streams or _is_heard(config),
         )
 
     def _empty(self, asked: Asked, call: Call, error: NoAnswerError) -> AddableDict:
@@ -115,6 +121,12 @@ class Asking:
         if error.reason != NoAnswerReason.NO_PASSAGES:
             raise error
         return empty_output(asked, call, self.empty_answer)
+
+
+def _is_heard(config: RunnableConfig) -> bool:
+    """Whether every token has a listener, as in a streamed graph, however a node is called."""
+    handlers = getattr(config.get("callbacks"), "handlers", ())
+    return any(hasattr(handler, "tap_output_iter") for handler in handlers)
 
 
 def _question(asked: Asked, call: Call) -> dict[str, Any]:

@@ -39,6 +39,8 @@ class Call:
     """For the calls that can only be made in one."""
     slots: asyncio.Semaphore | None = None
     """The limit that `max_concurrency` sets."""
+    streams: bool = True
+    """Whether somebody reads the answer while it is being written."""
     message_id: str | None = None
     """Of the message that was streamed as the answer."""
 
@@ -77,6 +79,9 @@ class Call:
                 yield event
 
 
+TRIAL = Call()
+"""No question: a chain is being made, and its prompt is tried."""
+
 _CALL: ContextVar[Call | None] = ContextVar("specrag_langchain_call", default=None)
 
 
@@ -86,8 +91,8 @@ def current_call() -> Call | None:
 
 
 @contextmanager
-def serving(call: Call | None) -> Iterator[None]:
-    """Serve a question in this block; None: none."""
+def serving(call: Call) -> Iterator[None]:
+    """Serve a question in this block."""
     token = _CALL.set(call)
     try:
         yield

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import pickle
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
@@ -9,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams
+from langchain_core.load import dumpd
 from langchain_core.messages import AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from pydantic import Field, SecretStr
@@ -59,7 +63,7 @@ class EndpointChat(BaseChatModel):
         timeout: Seconds one HTTP request may take, before a retry.
         max_retries: How often a request is tried again.
         max_concurrency: The most HTTP requests under way at once.
-        extra_body: Merged into the body of every request.
+        extra_body: Merged into the body of every request; in no repr and no trace.
         streaming: Whether `invoke` streams as well, for callbacks that want every token.
         endpoint: An `Endpoint` instead of all that says where and how: for headers, proxies and
             embedded servers.
@@ -77,20 +81,22 @@ class EndpointChat(BaseChatModel):
     timeout: float = 60.0
     max_retries: int = 2
     max_concurrency: int = 32
-    extra_body: dict[str, Any] = Field(default_factory=dict)
+    extra_body: dict[str, Any] = Field(default_factory=dict, repr=False)
     streaming: bool = False
     endpoint: Endpoint = Field(default=cast("Endpoint", None), exclude=True, repr=False)
 
     if not TYPE_CHECKING:  # type checkers read the fields
 
         def __init__(
-            self, base_url: str | None = None, model: str | None = None, **options: Any
+            self, base_url: str | Endpoint | None = None, model: str | None = None, **options: Any
         ) -> None:
             if unknown := options.keys() - type(self).model_fields:
                 raise ConfigurationError(
                     f"EndpointChat takes no {', '.join(sorted(unknown))}; a server's own options "
                     "go into extra_body"
                 )
+            if isinstance(base_url, Endpoint):
+                base_url, options = None, {"endpoint": base_url, **options}
             given = {"base_url": base_url, "model": model}
             options |= {name: value for name, value in given.items() if value is not None}
             endpoint = options.pop("endpoint", None)
@@ -117,7 +123,6 @@ class EndpointChat(BaseChatModel):
             "temperature": self.temperature,
             "max_tokens": self.max_tokens or _MAX_TOKENS,
             "stop": self.stop,
-            "extra_body": self.extra_body,
         }
 
     @property
@@ -134,6 +139,33 @@ class EndpointChat(BaseChatModel):
     def lc_attributes(self) -> dict[str, Any]:
         """That there is a key, where there is one: LangChain puts the variable in its place."""
         return {"api_key": KEY_VARIABLE} if self.endpoint.has_key else {}
+
+    def to_json(self) -> Any:
+        """Return what `dumpd` writes and `load` reads: all of it but the key.
+
+        Raises:
+            ConfigurationError: what is loaded would ask its server otherwise.
+        """
+        if self.endpoint.options["client_factory"] is not None:
+            raise ConfigurationError(
+                f"{self.endpoint!r} has a client_factory, which cannot be dumped; make the chat "
+                "model where it is used"
+            )
+        try:
+            pickle.dumps(self.endpoint)
+        except pickle.PicklingError as error:
+            raise ConfigurationError(f"it cannot be dumped: {error}") from None
+        return super().to_json()
+
+    @property
+    def _serialized(self) -> dict[str, Any]:
+        """What traces show, and caches tell models apart by: a dump may hold and refuse more."""
+        shown: dict[str, Any] = dict(super().to_json())
+        kwargs = {name: dumpd(value) for name, value in shown.get("kwargs", {}).items()}
+        if self.extra_body:
+            body = json.dumps(self.extra_body, sort_keys=True, default=repr).encode()
+            kwargs["extra_body"] = f"sha256 {hashlib.sha256(body).hexdigest()[:16]}"
+        return {**shown, "kwargs": kwargs}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = LangSmithParams(

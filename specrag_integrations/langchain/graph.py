@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from langchain_core.messages import AIMessage, convert_to_messages
+from langchain_core.messages import AIMessage, HumanMessage, convert_to_messages
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
 from langchain_core.tools import BaseTool, StructuredTool
 from pydantic import BaseModel, Field
 
 from specrag_integrations.errors import InputError
-from specrag_integrations.langchain.asked import CONTEXT, HISTORY, question_key
-from specrag_integrations.langchain.output import ANSWER, SPECRAG
+from specrag_integrations.langchain.asked import ANSWER, CONTEXT, HISTORY, SPECRAG, question_key
 
 MESSAGES = "messages"
 
@@ -74,14 +73,15 @@ def _values(state: Any) -> Mapping[str, Any]:
 
 def _asked(chain: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chain's input: a state's other values stay where they are."""
-    asked: dict[str, Any] = {}
+    # A prompt may have places for any of them.
+    asked = {} if chain.prompt is None else dict(values)
     if chain.retriever is None:
         asked[CONTEXT] = values.get(CONTEXT)
-    if chain.prompt is not None:  # which may have places for any of them
-        asked = {**values, **asked}
+    else:  # what the state has was found for an earlier question
+        asked.pop(CONTEXT, None)
     key = question_key(values)
     if key is not None:
-        history = values.get(HISTORY) or values.get(MESSAGES) or ()
+        history = values.get(HISTORY) or _before(values.get(MESSAGES) or (), values[key])
         return {**asked, key: values[key], HISTORY: history}
     messages = convert_to_messages(values.get(MESSAGES) or ())
     places = [place for place, message in enumerate(messages) if message.type == "human"]
@@ -89,6 +89,13 @@ def _asked(chain: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         raise InputError("the state has no 'question', no 'input' and no message of a user")
     last = places[-1]
     return {**asked, "question": str(messages[last].text), HISTORY: messages[:last]}
+
+
+def _before(messages: Sequence[Any], question: object) -> Sequence[Any]:
+    """Return the turns before a question, which may be the last of them itself."""
+    last = messages[-1] if messages else None
+    asks = isinstance(last, HumanMessage) and str(last.text) == question
+    return messages[:-1] if asks else messages
 
 
 def _added(chain: Any, values: Mapping[str, Any], output: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from langchain_core.runnables.configurable import (
 )
 from langchain_core.runnables.fallbacks import RunnableWithFallbacks
 from langchain_core.runnables.retry import RunnableRetry
+from pydantic import SecretStr
 
 from specrag_integrations.errors import ConfigurationError
 from specrag_integrations.langchain.chat_model import EndpointChat
@@ -155,11 +156,39 @@ def openai_options(request: ChatRequest) -> Mapping[str, Any]:
     return options | ({"max_tokens": request.max_tokens} if request.needs_logprobs else {})
 
 
+def takes_stream(model: object) -> bool:
+    """Whether a call may say that it is not to be streamed, whoever listens."""
+    return all(isinstance(one, EndpointChat) or _is_openai(one) for one in leaves(model))
+
+
+def counts_streams(model: object) -> bool:
+    """Whether a stream may be asked for the number of its tokens, and nobody said otherwise."""
+    told = (getattr(one, "stream_usage", None) for one in leaves(model))
+    return all(map(_is_like_openai, leaves(model))) and False not in told
+
+
+def secrets_of(model: object) -> Iterator[str]:
+    """Yield the keys that a model holds, wherever it keeps them."""
+    for one in leaves(model):
+        if isinstance(one, RunnableSequence):
+            for step in one.steps:
+                yield from secrets_of(step)
+        for name, value in getattr(one, "__dict__", {}).items():
+            if isinstance(value, SecretStr):
+                yield value.get_secret_value()
+            elif name.endswith("api_key") and isinstance(value, str):
+                yield value
+
+
 def _is_like_openai(model: object) -> bool:
-    like = any(
+    # The Responses API words log-probabilities otherwise, has none for its reasoning models, and
+    # counts its streams unasked.
+    responses = getattr(model, "_use_responses_api", None)
+    return _is_openai(model) and not (responses and responses({}))
+
+
+def _is_openai(model: object) -> bool:
+    return any(
         (kind.__module__.partition(".")[0], kind.__name__) in _LIKE_OPENAI
         for kind in type(model).__mro__
     )
-    # The Responses API words log-probabilities otherwise, and has none for its reasoning models.
-    responses = getattr(model, "_use_responses_api", None)
-    return like and not (responses and responses({}))

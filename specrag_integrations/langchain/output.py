@@ -15,28 +15,21 @@ from specrag_integrations.events import (
     DeltaEvent,
     Event,
     FallbackEvent,
-    PassagesEvent,
     SelectedEvent,
 )
-from specrag_integrations.langchain.asked import CONTEXT, Asked
+from specrag_integrations.langchain.asked import ANSWER, CONTEXT, SPECRAG, Asked
 from specrag_integrations.langchain.call import Call
-from specrag_integrations.passages import Passage
-
-ANSWER = "answer"
-SPECRAG = "specrag"
 
 
 def whole_output(asked: Asked, call: Call, answer: Answer) -> AddableDict:
     """Return the output: what was given, the documents, the answer, and how it came about.
 
     The documents that the answer rests on come first, in its order: `[1]` in it is the first of
-    them. A fallback rests on all that fit; which those are is known too late for a stream, so that
-    all that could be read come first then.
+    them. A fallback rests on all that fit into its prompt.
     """
-    used = answer.trace.passages if answer.fallback_reason else answer.passages
     return AddableDict(
         {
-            **_before(asked, call.retrieved.used_first(used)),
+            **_before(asked, call.retrieved.used_first(answer.passages)),
             ANSWER: answer.text,
             SPECRAG: _record(answer, call),
         }
@@ -65,7 +58,6 @@ class Parts:
         self._call = call
         self._mends = mends
         self._waits = False
-        self._readable: tuple[Passage, ...] = ()
 
     def of(self, event: Event) -> Iterator[AddableDict]:
         """Yield what an event adds to the output."""
@@ -74,10 +66,8 @@ class Parts:
                 self._waits = self._mends
                 documents = self._call.retrieved.used_first(event.passages)
                 yield AddableDict(_before(self._asked, documents))
-            case PassagesEvent():
-                self._readable = event.passages
             case FallbackEvent():
-                documents = self._call.retrieved.used_first(self._readable)
+                documents = self._call.retrieved.used_first(event.passages)
                 yield AddableDict(_before(self._asked, documents))
             case DeltaEvent() if not self._waits:
                 yield AddableDict({ANSWER: event.text})

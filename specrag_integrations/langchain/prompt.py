@@ -9,8 +9,8 @@ from langchain_core.prompts import BasePromptTemplate, PromptTemplate, format_do
 
 from specrag_integrations.errors import ConfigurationError, InputError
 from specrag_integrations.langchain.asked import CONTEXT
-from specrag_integrations.langchain.call import Call, current_call
-from specrag_integrations.langchain.turns import from_langchain
+from specrag_integrations.langchain.call import TRIAL, Call, current_call
+from specrag_integrations.langchain.turns import from_langchain, without_tools
 from specrag_integrations.models import Message, user
 from specrag_integrations.passages import Passage
 from specrag_integrations.prompts import draft_request
@@ -61,10 +61,15 @@ class AppPrompt:
         """Return the prompt with some documents, as the application asks it.
 
         Raises:
-            InputError: the question's input lacks a variable of the prompt.
+            InputError: the question's input lacks a variable of the prompt, or there is none.
         """
         call = current_call()
-        if call is None:  # what makes prompts comparable is their words, not those put into them
+        if call is None:
+            raise InputError(
+                "a chain with prompt= asks with its own input, which its engine does not have: "
+                "use invoke, ainvoke, stream or astream of the chain"
+            )
+        if call is TRIAL:  # what makes prompts comparable is their words, not those put into them
             return (user(self._words),)
         variables = {
             "question": question,
@@ -74,7 +79,7 @@ class AppPrompt:
         }
         if missing := sorted(set(self.prompt.input_variables) - variables.keys()):
             raise InputError(f"the input lacks {', '.join(missing)}, which the prompt asks for")
-        return from_langchain(self.prompt.format_prompt(**variables).to_messages())
+        return from_langchain(without_tools(self.prompt.format_prompt(**variables).to_messages()))
 
     def _context(self, passages: Sequence[Passage], call: Call) -> str:
         documents = map(call.retrieved.document_of, passages)

@@ -18,10 +18,12 @@ from typing_extensions import TypedDict
 
 from specrag_integrations.errors import ConfigurationError
 from specrag_integrations.langchain.asking import Asking
-from specrag_integrations.langchain.call import serving
+from specrag_integrations.langchain.call import TRIAL, serving
+from specrag_integrations.langchain.configured import ConfiguredRAG
+from specrag_integrations.langchain.graph import node_of, tool_of
 from specrag_integrations.langchain.model_options import is_foreign
 from specrag_integrations.langchain.prompt import DOCUMENT_PROMPT, SEPARATOR, AppPrompt
-from specrag_integrations.langchain.runnable_chat import RunnableChat, as_runnable
+from specrag_integrations.langchain.runnable_chat import RunnableChat, as_runnable, runnable_chat
 from specrag_integrations.options import check_kind
 from specrag_integrations.pipeline import NUM_DRAFTS, PASSAGES_PER_DRAFT, Refine, SpeculativeRAG
 from specrag_integrations.subsets import Embedder
@@ -233,6 +235,36 @@ class SpeculativeRAGRunnable(RunnableSerializable[str | Question, Answered]):
         kwargs[_SLOTS] = _shared_slots(config, len(inputs))
         return await super().abatch(inputs, config, return_exceptions=return_exceptions, **kwargs)
 
+    def batch_as_completed(
+        self,
+        inputs: Sequence[str | Question],
+        config: RunnableConfig | Sequence[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """As `batch`, each output with the place of its question as soon as it is there."""
+        kwargs[_SLOTS] = _shared_slots(config, len(inputs))
+        whole: Any = super()
+        return whole.batch_as_completed(
+            inputs, config, return_exceptions=return_exceptions, **kwargs
+        )
+
+    def abatch_as_completed(
+        self,
+        inputs: Sequence[str | Question],
+        config: RunnableConfig | Sequence[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """As `batch_as_completed`, without blocking the loop."""
+        kwargs[_SLOTS] = _shared_slots(config, len(inputs))
+        whole: Any = super()
+        return whole.abatch_as_completed(
+            inputs, config, return_exceptions=return_exceptions, **kwargs
+        )
+
     def stream(
         self,
         input: str | Question,  # noqa: A002
@@ -290,8 +322,6 @@ class SpeculativeRAGRunnable(RunnableSerializable[str | Question, Answered]):
         Raises:
             ConfigurationError: there is no retriever, and agents have no documents.
         """
-        from specrag_integrations.langchain.graph import tool_of
-
         if self.retriever is None:
             raise ConfigurationError("as_rag_tool needs retriever=: an agent has no documents")
         return tool_of(self, name=name, description=description)
@@ -304,9 +334,16 @@ class SpeculativeRAGRunnable(RunnableSerializable[str | Question, Answered]):
         and where the question was a message, one of the assistant. Keys that the graph's state does
         not have are ignored by LangGraph.
         """
-        from specrag_integrations.langchain.graph import node_of
-
         return node_of(self)
+
+    def configurable_fields(self, **kwargs: Any) -> ConfiguredRAG:
+        """Return the same with fields that the config of each call sets.
+
+        Raises:
+            ValueError: there is no such field.
+        """
+        configured: Any = super().configurable_fields(**kwargs)
+        return ConfiguredRAG(default=configured.default, fields=configured.fields)
 
     # ---------------------------------------------------------------- options and engines
 
@@ -331,6 +368,7 @@ class SpeculativeRAGRunnable(RunnableSerializable[str | Question, Answered]):
             empty_answer=bound.empty_answer,
             # As many as can be needed at once: all drafts, and a verification of each.
             most_calls=2 * bound.num_drafts,
+            is_prompted=bound.prompt is not None,
             mends=bound.refine != "never",
             slots=slots,
         )
@@ -358,7 +396,7 @@ class SpeculativeRAGRunnable(RunnableSerializable[str | Question, Answered]):
                 document_prompt=self.document_prompt or DOCUMENT_PROMPT,
                 separator=self.document_separator,
             )
-        with serving(None):  # it may be made within a question of another
+        with serving(TRIAL):  # it may be made within a question of another
             return SpeculativeRAG(
                 drafter=[self._chat(model) for model in _listed(self.drafter)],
                 verifier=self._chat(self.verifier),
@@ -381,7 +419,7 @@ class SpeculativeRAGRunnable(RunnableSerializable[str | Question, Answered]):
             )
 
     def _chat(self, model: Runnable[Any, Any]) -> RunnableChat:
-        return RunnableChat(model, options=self.options)
+        return runnable_chat(model, self.options)
 
 
 def leaves_calls(chain: SpeculativeRAGRunnable) -> bool:
@@ -431,7 +469,7 @@ def _embedder(given: Embedder | Embeddings | None) -> Embedder | None:
 
 
 def _shared_slots(
-    config: RunnableConfig | list[RunnableConfig] | None, questions: int
+    config: RunnableConfig | Sequence[RunnableConfig] | None, questions: int
 ) -> asyncio.Semaphore | None:
     """Return the limit that the requests of several questions share."""
     limits = [one.get("max_concurrency") for one in get_config_list(config, questions)]

@@ -13,8 +13,10 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 from langchain_core.messages import AIMessageChunk
 from langchain_core.runnables import Runnable
@@ -22,19 +24,23 @@ from langchain_core.runnables import Runnable
 from specrag_integrations.endpoint import Endpoint
 from specrag_integrations.errors import (
     ConfigurationError,
+    EndpointError,
     EndpointRejectedError,
     LogprobsUnavailableError,
 )
-from specrag_integrations.foreign import endpoint_error
+from specrag_integrations.foreign import endpoint_error, refuses_logprobs
 from specrag_integrations.langchain.call import SHOWN, Call, current_call
 from specrag_integrations.langchain.chat_model import EndpointChat
 from specrag_integrations.langchain.model_options import (
     Options,
     checked_options,
+    counts_streams,
     is_foreign,
     leaves,
     most_attempts,
     options_for,
+    secrets_of,
+    takes_stream,
     warn_of_retries,
 )
 from specrag_integrations.langchain.replies import reply_of
@@ -51,6 +57,8 @@ from specrag_integrations.portal import portal
 
 _DEAD_CONNECTIONS = 100
 """The most idle connections that OpenAI's clients keep, and so the most that may be dead."""
+_MOST_ASKINGS = 2
+"""With an option, and without it where it was refused."""
 
 
 class RunnableChat:
@@ -76,6 +84,7 @@ class RunnableChat:
                 f"a {type(runnable).__name__} is no Runnable; give a chat model of LangChain"
             )
         self.runnable = runnable
+        self._given = options  # kept alive: `runnable_chat` knows it by its id
         self._options = options_for(runnable, checked_options(options))
         models = list(leaves(runnable))
         ours = [model for model in models if isinstance(model, EndpointChat)]
@@ -84,6 +93,9 @@ class RunnableChat:
         self._endpoint = _only(ours) if not self.is_foreign else None
         self._name = self._endpoint.name if self._endpoint else _name_of(runnable, models[0])
         warn_of_retries(runnable, self._name)
+        self._takes_stream = takes_stream(runnable)
+        self._counts_streams = counts_streams(runnable)
+        """Whether a stream is asked for its tokens' number, until that is refused."""
         self._refuses = False
         """Whether it was seen to refuse log-probabilities."""
 
@@ -98,7 +110,9 @@ class RunnableChat:
     @property
     def max_attempts(self) -> int:
         """The most HTTP requests one call may send, as far as the model tells."""
-        return most_attempts(self.runnable)
+        # One more where log-probabilities, or the number of a stream's tokens, are refused.
+        spare = self.is_foreign and (self._options is not None or self._counts_streams)
+        return most_attempts(self.runnable) + spare
 
     async def chat(self, request: ChatRequest, *, step: Step) -> ChatReply:
         """Return the whole reply.
@@ -107,18 +121,19 @@ class RunnableChat:
             EndpointError: the model's server failed, or has no log-probabilities where nothing else
                 counts. Anything else that the model raises is raised as itself.
         """
-        self._check(request)
         call = current_call() or Call()
         async with call.slot():
             started = time.perf_counter()
-            try:
-                message = await self._ask(request, step, call)
-            except EndpointRejectedError as error:
-                if not self._learns_from(error, request):
-                    raise
-                self._check(request)
-                message = await self._ask(request, step, call)
-            return reply_of(message, name=self.name, seconds=time.perf_counter() - started)
+            for refused in range(_MOST_ASKINGS):
+                options = self._wanted(request)
+                try:
+                    self._check(request)
+                    message = await self._ask(request, step, call, options)
+                    break
+                except EndpointError as error:
+                    if not self._learns_from(error, options, refused):
+                        raise
+            return self._reply(message, started, refused)
 
     async def stream(self, request: ChatRequest, *, step: Step) -> AsyncIterator[ChatDelta]:
         """Yield pieces of the reply; the last delta carries it whole.
@@ -129,17 +144,24 @@ class RunnableChat:
         call = current_call() or Call()
         async with call.slot():
             started, whole = time.perf_counter(), None
-            async with aclosing(self._pieces(request, step, call)) as pieces:
-                async for piece in pieces:
-                    whole = _added(whole, piece)
-                    if text := _text(piece):
-                        yield ChatDelta(text=text)
+            for refused in range(_MOST_ASKINGS):
+                options = self._wanted(request, streamed=self._streams(call))
+                try:
+                    async with aclosing(self._pieces(request, step, call, options)) as pieces:
+                        async for piece in pieces:
+                            whole = _added(whole, piece)
+                            if text := _text(piece):
+                                yield ChatDelta(text=text)
+                    break
+                except EndpointError as error:
+                    if not self._learns_from(error, options, refused) or whole is not None:
+                        raise
             if whole is None:
                 return
             if step.kind in SHOWN:
                 call.message_id = getattr(whole, "id", None)
-            seconds = time.perf_counter() - started
-        yield ChatDelta(reply=reply_of(whole, name=self.name, seconds=seconds))
+            reply = self._reply(whole, started, refused)
+        yield ChatDelta(reply=reply)
 
     async def capabilities(self) -> Capabilities | None:
         """Return what the server of an `EndpointChat` says of itself; None for any other model."""
@@ -158,9 +180,10 @@ class RunnableChat:
         if self._endpoint:
             await self._endpoint.aclose()
 
-    async def _ask(self, request: ChatRequest, step: Step, call: Call) -> object:
+    async def _ask(
+        self, request: ChatRequest, step: Step, call: Call, options: Mapping[str, Any]
+    ) -> object:
         asked = (to_langchain(request.messages), call.child(step))
-        options = self._wanted(request)
         with self._translated(request):
             if self._in_thread:
                 invoke = partial(self.runnable.invoke, *asked, **options)
@@ -168,10 +191,12 @@ class RunnableChat:
             return await self._on_this_loop(partial(self.runnable.ainvoke, *asked, **options))
 
     async def _pieces(
-        self, request: ChatRequest, step: Step, call: Call
+        self, request: ChatRequest, step: Step, call: Call, options: Mapping[str, Any]
     ) -> AsyncGenerator[object, None]:
+        if not self._streams(call):
+            yield await self._ask(request, step, call, options)
+            return
         asked = (to_langchain(request.messages), call.child(step))
-        options = self._wanted(request, streamed=True)
         if self._in_thread:
             pieces: Any = call.threads.each(
                 partial(self.runnable.stream, *asked, **options), name=str(step)
@@ -219,12 +244,17 @@ class RunnableChat:
     def _in_thread(self) -> bool:
         return self.is_foreign and portal.here()
 
+    def _streams(self, call: Call) -> bool:
+        """Whether an answer is streamed: some clients tell tokens only of what is not."""
+        return call.streams or not self.is_foreign
+
     def _wanted(self, request: ChatRequest, *, streamed: bool = False) -> Mapping[str, Any]:
-        if self._options is None or self._refuses:
-            return {}
-        options = self._options(request)
+        known = None if self._refuses else self._options
+        options = {} if known is None else known(request)
+        if streamed:
+            return {**options, "stream_usage": True} if self._counts_streams else options
         # Where every token has a listener, LangChain would stream drafts as well.
-        return options if self.is_foreign or streamed else {**options, "stream": False}
+        return {**options, "stream": False} if self._takes_stream else options
 
     def _check(self, request: ChatRequest) -> None:
         """Refuse what would be worth nothing, before it is paid for."""
@@ -238,21 +268,60 @@ class RunnableChat:
             error.attempts = 0
             raise error
 
-    def _learns_from(self, error: EndpointRejectedError, request: ChatRequest) -> bool:
-        """Whether a refusal is of log-probabilities, which are then never asked for again."""
-        asked = self.is_foreign and "logprobs" in self._wanted(request)
-        self._refuses = self._refuses or (asked and "logprobs" in str(error))
-        return asked and self._refuses
+    def _learns_from(self, error: EndpointError, options: Mapping[str, Any], refused: int) -> bool:
+        """Whether an option that was sent is refused: it is never sent again, and all else once.
+
+        Other requests with it may be under way, and fail after it is known.
+        """
+        error.attempts += refused
+        if not self.is_foreign or refused:
+            return False
+        told = any("logprob" in name for name in options) and refuses_logprobs(error)
+        uncounted = (
+            "stream_usage" in options
+            and isinstance(error, EndpointRejectedError)
+            and "stream_options" in str(error)
+        )
+        self._refuses |= told
+        self._counts_streams &= not uncounted
+        return told or uncounted
+
+    def _reply(self, message: object, started: float, refused: int) -> ChatReply:
+        seconds = time.perf_counter() - started
+        reply = reply_of(message, name=self.name, seconds=seconds)
+        return replace(reply, attempts=reply.attempts + refused)
 
     @contextmanager
     def _translated(self, request: ChatRequest) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            known = endpoint_error(error, model=self.name, messages=request.messages)
+            known = endpoint_error(
+                error,
+                model=self.name,
+                messages=request.messages,
+                secrets=secrets_of(self.runnable),
+            )
             if known is None or known is error:
                 raise
             raise known from error
+
+
+_KNOWN: WeakValueDictionary[tuple[int, int], RunnableChat] = WeakValueDictionary()
+
+
+def runnable_chat(runnable: Runnable[Any, Any], options: Options | None) -> RunnableChat:
+    """Return a Runnable as a ChatModel, the same one for as long as a chain has it.
+
+    Configurable fields make a chain anew for every call, and what was learnt of its models is not
+    to be forgotten.
+    """
+    # It keeps what it was made of, so that no other object has these ids while it is known.
+    key = id(runnable), id(options)
+    known = _KNOWN.get(key)
+    if known is None:
+        known = _KNOWN[key] = RunnableChat(runnable, options=options)
+    return known
 
 
 def _came_from_a_closed_loop(error: BaseException | None) -> bool:
@@ -274,7 +343,9 @@ def as_runnable(role: str, model: object) -> Runnable[Any, Any]:
         return EndpointChat(endpoint=model)
     if isinstance(model, Runnable):
         return model
-    hint = f"; write init_chat_model({model!r})" if isinstance(model, str) else ""
+    hint = ""
+    if isinstance(model, str):
+        hint = f"; write {'Endpoint' if '://' in model else 'init_chat_model'}({model!r})"
     raise ConfigurationError(
         f"{role} must be an Endpoint or a chat model of LangChain, not a "
         f"{type(model).__name__}{hint}"

@@ -26,6 +26,7 @@ _ROLES: Mapping[str, Role] = {
 }
 _KINDS = {"assistant": AIMessage, "system": SystemMessage, "user": HumanMessage}
 _THOUGHTS = {"reasoning", "redacted_thinking", "thinking"}
+_TOOLS = {"tool_call", "tool_use"}
 
 
 def to_langchain(turns: Iterable[Message]) -> list[BaseMessage]:
@@ -63,6 +64,17 @@ def history_of(messages: object) -> tuple[Message, ...]:
     return from_langchain([turn for turn in read if _role(turn) and _text(turn).strip()])
 
 
+def without_tools(messages: Iterable[BaseMessage]) -> list[BaseMessage]:
+    """Return what is left of messages without the traffic of tools."""
+    return [message for message in messages if not _is_of_tools(message)]
+
+
+def _is_of_tools(message: BaseMessage) -> bool:
+    if isinstance(message, AIMessage) and message.tool_calls:
+        return not _text(message).strip()
+    return message.type in {"function", "tool"}
+
+
 def _role(message: BaseMessage) -> Role | None:
     return _ROLES.get(message.role if isinstance(message, ChatMessage) else message.type)
 
@@ -70,6 +82,6 @@ def _role(message: BaseMessage) -> Role | None:
 def _text(message: BaseMessage) -> str:
     for block in message.content if isinstance(message.content, list) else ():
         kind = block.get("type") if isinstance(block, dict) else "text"
-        if kind != "text" and kind not in _THOUGHTS:
+        if kind != "text" and kind not in _THOUGHTS | _TOOLS:
             raise InputError(f"a message holds a {kind!r} block; only text can be sent")
     return str(message.text)
