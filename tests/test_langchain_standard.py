@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("langchain_tests", reason="needs the environment of `make test-langchain`")
+pytest.importorskip("langchain_tests", reason="needs the environment of `make test-floors`")
 
 from langchain_core.language_models import BaseChatModel
 from langchain_tests.integration_tests import ChatModelIntegrationTests
