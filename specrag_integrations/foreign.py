@@ -73,6 +73,20 @@ def refuses_logprobs(error: EndpointError) -> bool:
     return error.status_code in _REFUSED and "logprob" in str(error).lower()
 
 
+def secrets_of(component: object) -> list[str]:
+    """Return the keys that an application's model or embedding holds, as its fields' names tell."""
+    held = {**getattr(component, "__dict__", {})}
+    held |= getattr(component, "__pydantic_private__", None) or {}
+    found: list[object] = []
+    for name, value in held.items():
+        secret = getattr(value, "get_secret_value", None)
+        if secret is not None or name.endswith(("key", "token", "secret", "password")):
+            found.append(secret() if secret else value)
+        elif name.endswith("headers") and isinstance(value, Mapping):
+            found += value.values()
+    return [value for value in found if value and isinstance(value, str)]
+
+
 def tokens_of(logprobs: object) -> tuple[Token, ...] | None:
     """Read the written tokens' log-probabilities in OpenAI's form, a dict or an SDK's object.
 

@@ -53,13 +53,14 @@ from llama_index_kit import (
 
 from specrag_integrations import ConfigurationError, Endpoint, EndpointError
 from specrag_integrations.errors import EndpointTimeoutError, LogprobsUnavailableError
+from specrag_integrations.foreign import secrets_of
 from specrag_integrations.llama_index import (
     EndpointLLM,
     LLMChat,
     SpeculativeQueryEngine,
     SpeculativeSynthesizer,
 )
-from specrag_integrations.llama_index.chat import keys_of, openai_options
+from specrag_integrations.llama_index.chat import openai_options
 from specrag_integrations.models import ChatRequest, Step, user
 
 HELLO = [ChatMessage(role="user", content="Hello?")]
@@ -673,8 +674,8 @@ def test_keys_are_found_by_the_names_of_fields() -> None:
         max_tokens: int = 5
         _key: str = PrivateAttr(default="private")
 
-    assert sorted(keys_of(Keyed(seen=[]))) == ["header", "plain", "private", "veiled"]
-    assert keys_of(own()) == []
+    assert sorted(secrets_of(Keyed(seen=[]))) == ["header", "plain", "private", "veiled"]
+    assert secrets_of(own()) == []
 
 
 class Retrying(Own):

@@ -18,9 +18,9 @@ from langchain_core.runnables.configurable import (
 )
 from langchain_core.runnables.fallbacks import RunnableWithFallbacks
 from langchain_core.runnables.retry import RunnableRetry
-from pydantic import SecretStr
 
 from specrag_integrations.errors import ConfigurationError
+from specrag_integrations.foreign import secrets_of
 from specrag_integrations.langchain.chat_model import EndpointChat
 from specrag_integrations.models import ChatRequest
 
@@ -167,17 +167,13 @@ def counts_streams(model: object) -> bool:
     return all(map(_is_like_openai, leaves(model))) and False not in told
 
 
-def secrets_of(model: object) -> Iterator[str]:
-    """Yield the keys that a model holds, wherever it keeps them."""
+def secrets_within(model: object) -> Iterator[str]:
+    """Yield the keys that the models within a Runnable hold."""
     for one in leaves(model):
         if isinstance(one, RunnableSequence):
             for step in one.steps:
-                yield from secrets_of(step)
-        for name, value in getattr(one, "__dict__", {}).items():
-            if isinstance(value, SecretStr):
-                yield value.get_secret_value()
-            elif name.endswith("api_key") and isinstance(value, str):
-                yield value
+                yield from secrets_within(step)
+        yield from secrets_of(one)
 
 
 def _is_like_openai(model: object) -> bool:

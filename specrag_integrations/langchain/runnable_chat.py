@@ -39,7 +39,7 @@ from specrag_integrations.langchain.model_options import (
     leaves,
     most_attempts,
     options_for,
-    secrets_of,
+    secrets_within,
     takes_stream,
     warn_of_retries,
 )
@@ -300,7 +300,7 @@ class RunnableChat:
                 error,
                 model=self.name,
                 messages=request.messages,
-                secrets=secrets_of(self.runnable),
+                secrets=secrets_within(self.runnable),
             )
             if known is None or known is error:
                 raise

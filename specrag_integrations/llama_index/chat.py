@@ -26,7 +26,12 @@ from specrag_integrations.errors import (
     LogprobsUnavailableError,
     MalformedReplyError,
 )
-from specrag_integrations.foreign import endpoint_error, refuses_logprobs, tokens_of
+from specrag_integrations.foreign import (
+    endpoint_error,
+    refuses_logprobs,
+    secrets_of,
+    tokens_of,
+)
 from specrag_integrations.llama_index.llms import EndpointLLM, EndpointResponse
 from specrag_integrations.llama_index.messages import chat_messages
 from specrag_integrations.models import (
@@ -274,7 +279,7 @@ class LLMChat:
             written: ChatResponse = await getattr(self, step.kind)(step.index, messages, call)
         except Exception as error:
             ours = endpoint_error(
-                error, model=self.name, messages=request.messages, secrets=keys_of(self.llm)
+                error, model=self.name, messages=request.messages, secrets=secrets_of(self.llm)
             )
             if ours is None or ours is error:
                 raise
@@ -444,18 +449,6 @@ def _counts_streams(llm: LLM) -> bool:
     OpenAI's own class speaks to OpenAI; others inherit from it, for servers that may refuse it.
     """
     return type(llm).__name__ == "OpenAI" and _takes_openai_options(llm)
-
-
-def keys_of(component: object) -> list[str]:
-    """Return the keys that an app's LLM or embedding holds, as the names of its fields tell."""
-    held = {**vars(component), **(getattr(component, "__pydantic_private__", None) or {})}
-    found: list[object] = []
-    for name, value in held.items():
-        if name.endswith(("key", "token", "secret", "password")):
-            found.append(getattr(value, "get_secret_value", lambda value=value: value)())
-        elif name.endswith("headers") and isinstance(value, Mapping):
-            found += value.values()
-    return [value for value in found if value and isinstance(value, str)]
 
 
 def _intent(request: ChatRequest) -> dict[str, Any]:

@@ -30,7 +30,8 @@ from llama_index.core.types import RESPONSE_TEXT_TYPE
 from specrag_integrations.confidence import Calibration
 from specrag_integrations.endpoint import Endpoint
 from specrag_integrations.errors import ConfigurationError, InputError, NoAnswerError
-from specrag_integrations.llama_index.chat import LLMChat, keys_of, listened
+from specrag_integrations.foreign import secrets_of
+from specrag_integrations.llama_index.chat import LLMChat, listened
 from specrag_integrations.llama_index.llms import EndpointLLM
 from specrag_integrations.llama_index.nodes import Sources, embedder_from
 from specrag_integrations.llama_index.prompts import (
@@ -346,7 +347,7 @@ class SpeculativeSynthesizer(BaseSynthesizer):
         Raises:
             pickle.PicklingError: a key of the app's would be written too.
         """
-        if isinstance(self._embedder, BaseEmbedding) and keys_of(self._embedder):
+        if isinstance(self._embedder, BaseEmbedding) and secrets_of(self._embedder):
             raise pickle.PicklingError(
                 f"embedder: {type(self._embedder).__name__} would be pickled with its key; "
                 "make the engine anew where it is used"

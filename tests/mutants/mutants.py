@@ -3364,7 +3364,7 @@ MUTANTS = [
         "LlamaIndex: a key that a server echoes is shown",
         OWN,
         "llama_index/chat: llama_index_llms::a_key_that_a_server_echoes_is_masked",
-        "secrets=keys_of(self.llm)",
+        "secrets=secrets_of(self.llm)",
         "secrets=()",
     ),
     mutant(
@@ -3413,7 +3413,7 @@ MUTANTS = [
         "LangChain: a key that a server echoes is shown",
         OWN,
         "langchain/runnable_chat: langchain_foreign::the_key_of_a_users_model_is_masked",
-        "secrets=secrets_of(self.runnable),",
+        "secrets=secrets_within(self.runnable),",
         "secrets=(),",
     ),
 ]
