@@ -30,6 +30,9 @@ from specrag_integrations.prompts import EXAMPLE_ANSWER, Template, draft_message
 from specrag_integrations.spans import SpanLogprob, find_spans, span_logprob
 from specrag_integrations.subsets import Subset
 
+_ANY_CONTEXT = 2048
+"""Tokens that the context of any drafter worth asking holds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
@@ -158,7 +161,13 @@ class Drafter:
             return self.template(question, some, history)
 
         try:
-            read = await fitting(model, prompt, subset.passages, max_tokens=self.max_tokens)
+            read = await fitting(
+                model,
+                prompt,
+                subset.passages,
+                max_tokens=self.max_tokens,
+                at_least=_ANY_CONTEXT,
+            )
             request = ChatRequest(messages=prompt(read), max_tokens=self.max_tokens, top_logprobs=0)
             reply = await model.chat(request, step=Step(kind="draft", index=subset.index))
         except EndpointError as error:

@@ -15,7 +15,12 @@ Prompt = Callable[[Sequence[Passage]], Sequence[Message]]
 
 
 async def fitting(
-    model: ChatModel, prompt: Prompt, passages: Sequence[Passage], *, max_tokens: int
+    model: ChatModel,
+    prompt: Prompt,
+    passages: Sequence[Passage],
+    *,
+    max_tokens: int,
+    at_least: int = 0,
 ) -> Sequence[Passage]:
     """Return the passages that fit into a prompt, by the tokeniser of the model's server.
 
@@ -27,10 +32,14 @@ async def fitting(
         prompt: The messages, of some of the passages.
         passages: In rank order.
         max_tokens: What is left free for the reply.
+        at_least: Tokens that any context holds: a server whose prompt surely fits into so many is
+            not asked how many it has, and need not be waited for.
 
     Raises:
         ContextTooSmallError: not even one passage fits.
     """
+    if _bytes_of(prompt(passages)) + _TEMPLATE_TOKENS + max_tokens <= at_least:
+        return passages
     capabilities = await model.capabilities()
     context = capabilities.context_tokens if capabilities else None
     if context is None:
@@ -39,8 +48,7 @@ async def fitting(
 
     async def fits(some: Sequence[Passage]) -> bool:
         messages = prompt(some)
-        size = sum(len(message.content.encode(errors="replace")) for message in messages)
-        if size + _TEMPLATE_TOKENS <= room:
+        if _bytes_of(messages) + _TEMPLATE_TOKENS <= room:
             return True
         tokens = await model.count_tokens(messages)
         return tokens is None or tokens <= room
@@ -61,3 +69,7 @@ async def fitting(
         middle = (low + high) // 2
         low, high = (middle, high) if await fits(possible[:middle]) else (low, middle)
     return possible[:low]
+
+
+def _bytes_of(messages: Sequence[Message]) -> int:
+    return sum(len(message.content.encode(errors="replace")) for message in messages)

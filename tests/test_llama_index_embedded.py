@@ -19,6 +19,7 @@ from llama_index.core.node_parser import TokenTextSplitter
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index_kit import WordHashes, watched
 
+from specrag_integrations import MultiPerspective
 from specrag_integrations.corpus import documents_path, questions
 from specrag_integrations.llama_index import (
     EndpointLLM,
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.embedded
 MIRROR = Path(__file__).parents[1] / "weights-mirror.toml"
 ROW = questions()[0]
 UNSURE = PromptTemplate("{context_str}\n\nWrite this line and nothing else:\nAnswer: unknown")
+SIZES: dict[str, Any] = {"partitioner": MultiPerspective(), "passages_per_draft": 2}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,7 @@ def engine(pair: EmbeddedPair, index: VectorStoreIndex) -> RetrieverQueryEngine:
 
 def speculative(engine: RetrieverQueryEngine, pair: EmbeddedPair, **options: Any) -> Any:
     """Return the same engine after the change of one line."""
-    options = {"num_drafts": 2, "max_answer_tokens": 64, **options}
+    options = {**SIZES, "num_drafts": 2, "max_answer_tokens": 64, **options}
     return SpeculativeQueryEngine.from_engine(engine, drafter=pair.drafter, **options)
 
 
@@ -134,7 +136,12 @@ def test_a_real_fallback_is_streamed_in_pieces(
 def test_an_index_takes_the_synthesizer(index: VectorStoreIndex, pair: EmbeddedPair) -> None:
     """An ordinary engine with our synthesizer, and a local embedding to cluster by."""
     answering = SpeculativeSynthesizer(
-        **pair.roles, num_drafts=1, max_answer_tokens=64, embedder=WordHashes(), only_used=True
+        **pair.roles,
+        **SIZES,
+        num_drafts=1,
+        max_answer_tokens=64,
+        embedder=WordHashes(),
+        only_used=True,
     )
 
     asked = index.as_query_engine(

@@ -3298,8 +3298,8 @@ MUTANTS = [
         "drafts are sent although they cannot fit",
         OWN,
         "drafts: pipeline::drafts_leave_out_what_does_not_fit",
-        "read = await fitting(model, prompt, subset.passages, max_tokens=self.max_tokens)",
-        "read = subset.passages",
+        "                at_least=_ANY_CONTEXT,",
+        "                at_least=10**9,",
     ),
     mutant(
         "a draft's citations count passages that it was not shown",
