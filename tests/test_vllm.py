@@ -28,6 +28,7 @@ import pytest
 from specrag_integrations import (
     Draft,
     Endpoint,
+    MultiPerspective,
     NoAnswerError,
     Scoring,
     SpeculativeRAG,
@@ -544,8 +545,9 @@ def test_a_question_is_answered(vllm_server: VllmServer) -> None:
 def test_an_engine_that_dies_ends_the_question(doomed_server: VllmServer) -> None:
     """All drafts are lost on their way: the question ends soon, and the error tells of each."""
     model = endpoint(doomed_server)
+    options = {"num_drafts": 5, "passages_per_draft": 2, "partitioner": MultiPerspective()}
     with (
-        SpeculativeRAG(drafter=model, verifier=model, num_drafts=5, deadline=60) as rag,
+        SpeculativeRAG(drafter=model, verifier=model, deadline=60, **options) as rag,
         ThreadPoolExecutor(1) as thread,
     ):
         asked = thread.submit(rag.ask, ABOUT_PASSAGES, PASSAGES)
