@@ -19,6 +19,7 @@ from statistics import fmean
 
 from specrag_integrations import display
 from specrag_integrations.evaluation.intervals import (
+    Difference,
     PoolRights,
     paired_difference,
     selection_efficiency,
@@ -71,9 +72,13 @@ def beside(run: Compared, system: str, other: str) -> None:
     pairs = zip(run.of(system), run.of(other), strict=True)
     found = paired_difference(*zip(*((a.right, b.right) for a, b in pairs), strict=True))
     assert found is not None  # noqa: S101 - there are questions
-    points = (100 * end for end in (found.interval.value, found.interval.low, found.interval.high))
-    told = "{:+.1f} points ({:+.1f} to {:+.1f})".format(*points)
-    print(f"{system} against {other}: {told}, {found.wins} won, {found.losses} lost")
+    told = f"{_points(found)}, {found.wins} won, {found.losses} lost"
+    print(f"{system} against {other}: {told}")
+
+
+def _points(found: Difference) -> str:
+    ends = found.interval.value, found.interval.low, found.interval.high
+    return "{:+.1f} points ({:+.1f} to {:+.1f})".format(*(100 * end for end in ends))
 
 
 def reweighted(run: Compared, system: str) -> None:
@@ -114,13 +119,9 @@ def frontier(run: Compared, system: str) -> None:
         ) / sum(theirs.verifier.prompt or 0 for _, theirs in pairs)
         fallen = fmean(score < least for score, _, _ in scored)
         assert found is not None  # noqa: S101 - there are questions
-        points = (
-            100 * end for end in (found.interval.value, found.interval.low, found.interval.high)
-        )
-        told = "{:+.1f} points ({:+.1f} to {:+.1f})".format(*points)
         print(
             f"{system}, falling back below {math.exp(least):.2f}: {fallen:.0%} of the questions, "
-            f"{told} against {BASELINE}, the verifier reads {read:.0%} of its tokens"
+            f"{_points(found)} against {BASELINE}, the verifier reads {read:.0%} of its tokens"
         )
 
 

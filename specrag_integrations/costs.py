@@ -144,9 +144,14 @@ class Load:
         return self.tokens * min(self.per_draft, self.passages)
 
     @property
+    def longest(self) -> int:
+        """How many passages the first draft is to read, which no other exceeds."""
+        return max(self.per_draft, self.lead)
+
+    @property
     def longest_tokens(self) -> int:
-        """Tokens of the passages of the first draft, which no other exceeds."""
-        return self.tokens * min(max(self.per_draft, self.lead), self.passages)
+        """Tokens of the first draft's passages."""
+        return self.tokens * min(self.longest, self.passages)
 
     @property
     def all_tokens(self) -> int:
@@ -320,7 +325,7 @@ class Forecast:
             "passages": self.load.passages,
             "tokens": self.load.tokens,
             "passages_per_draft": self.load.per_draft,
-            "passages_of_first_draft": max(self.load.per_draft, self.load.lead),
+            "passages_of_first_draft": self.load.longest,
             "tier": self.tier,
             "shared": self.servers.shared,
             "num_drafts": self.speculative.num_drafts,

@@ -585,7 +585,7 @@ def _show_forecast(out: Console, found: Forecast) -> None:
             style="bold" if chosen else None,
         )
     out.print(table)
-    first = f", the first of {load.lead}" if load.lead > load.per_draft else ""
+    first = f", the first of {load.longest}" if load.longest > load.per_draft else ""
     apart = "hardware of their own (if not, say --shared)"
     hardware = "the same hardware" if found.servers.shared else apart
     out.print(

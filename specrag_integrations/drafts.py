@@ -161,14 +161,14 @@ class Drafter:
             return self.template(question, some, history)
 
         try:
-            read = await fitting(
+            read, turns = await fitting(
                 model,
                 prompt,
                 subset.passages,
                 max_tokens=self.max_tokens,
                 at_least=_ANY_CONTEXT,
             )
-            request = ChatRequest(messages=prompt(read), max_tokens=self.max_tokens, top_logprobs=0)
+            request = ChatRequest(messages=tuple(turns), max_tokens=self.max_tokens, top_logprobs=0)
             reply = await model.chat(request, step=Step(kind="draft", index=subset.index))
         except EndpointError as error:
             now = time.perf_counter()

@@ -21,8 +21,8 @@ async def fitting(
     *,
     max_tokens: int,
     at_least: int = 0,
-) -> Sequence[Passage]:
-    """Return the passages that fit into a prompt, by the tokeniser of the model's server.
+) -> tuple[Sequence[Passage], Sequence[Message]]:
+    """Return the passages that fit into a prompt, by the server's tokeniser, and that prompt.
 
     A byte-level tokeniser never makes more tokens than there are bytes, so that most prompts need
     no count. Where the server cannot count, it is left to judge the prompt itself.
@@ -38,25 +38,25 @@ async def fitting(
     Raises:
         ContextTooSmallError: not even one passage fits.
     """
-    if _bytes_of(prompt(passages)) + _TEMPLATE_TOKENS + max_tokens <= at_least:
-        return passages
+    whole = prompt(passages)
+    if _bytes_of(whole) + _TEMPLATE_TOKENS + max_tokens <= at_least:
+        return passages, whole
     capabilities = await model.capabilities()
     context = capabilities.context_tokens if capabilities else None
     if context is None:
-        return passages
+        return passages, whole
     room = context - max_tokens
 
-    async def fits(some: Sequence[Passage]) -> bool:
-        messages = prompt(some)
+    async def fits(messages: Sequence[Message]) -> bool:
         if _bytes_of(messages) + _TEMPLATE_TOKENS <= room:
             return True
         tokens = await model.count_tokens(messages)
         return tokens is None or tokens <= room
 
-    if await fits(passages):
-        return passages
+    if await fits(whole):
+        return passages, whole
     # One passage that is too long by itself must not keep out those behind it.
-    possible = [passage for passage in passages if await fits([passage])]
+    possible = [passage for passage in passages if await fits(prompt([passage]))]
     if not possible:
         error = ContextTooSmallError(
             f"{model.name}: not one passage fits into the context of {context} tokens "
@@ -67,8 +67,9 @@ async def fitting(
     low, high = 1, len(possible) + 1  # `low` of them fit, `high` do not
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if await fits(possible[:middle]) else (low, middle)
-    return possible[:low]
+        low, high = (middle, high) if await fits(prompt(possible[:middle])) else (low, middle)
+    read = possible[:low]
+    return read, prompt(read)
 
 
 def _bytes_of(messages: Sequence[Message]) -> int:

@@ -212,9 +212,9 @@ class StandardRAG(Engine):
         def prompt(some: Sequence[Passage]) -> tuple[Message, ...]:
             return self._prompt(question, some, history)
 
-        read = await fitting(self.model, prompt, passages, max_tokens=self._max_tokens)
+        read, turns = await fitting(self.model, prompt, passages, max_tokens=self._max_tokens)
         reads(tuple(read))
-        request = ChatRequest(messages=prompt(read), max_tokens=self._max_tokens)
+        request = ChatRequest(messages=tuple(turns), max_tokens=self._max_tokens)
         first_token: float | None = None
         reply: ChatReply | None = None
         shown = Shown(len(read))

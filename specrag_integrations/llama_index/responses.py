@@ -51,7 +51,7 @@ class Told:
         elif isinstance(event, FallbackEvent):
             self._used = event.passages
             self._live = True
-            self._report.update(selection=None, fallback_reason=event.reason)
+            self._report.update(selection=None, fallback_reason=event.reason.value)
         return isinstance(event, SelectedEvent | FallbackEvent)
 
     def piece(self, event: Event) -> str:

@@ -1374,14 +1374,14 @@ MUTANTS = [
         "passages beyond the context are sent all the same",
         PEER,
         "fitting: standard::passages_are_fitted_by_the_servers_tokeniser",
-        "if await fits(passages):",
+        "if await fits(whole):",
         "if True:",
     ),
     mutant(
         "one passage that is too long keeps out all behind it",
         OWN,
         "fitting: standard::a_passage_that_is_too_long_by_itself_is_passed_over",
-        "for passage in passages if await fits([passage])]",
+        "for passage in passages if await fits(prompt([passage]))]",
         "for passage in passages]",
     ),
     mutant(
