@@ -325,6 +325,9 @@ def test_a_pair_serves_both_roles(registry: str, smol: Path) -> None:
     pair.close()
     pair.close()
     assert not runs(pid)
+    with pytest.raises(EndpointUnavailableError, match="is not started, or was closed") as closed:
+        asyncio.run(roles["drafter"].chat(request, step=Step(kind="draft", index=0)))
+    assert closed.value.model == roles["drafter"].server.alias
 
 
 @pytest.mark.embedded
@@ -354,9 +357,13 @@ def test_a_pair_in_a_with_block_notices_a_crash(registry: str, smol: Path) -> No
     with EmbeddedPair(
         drafter=smol, verifier=smol, num_drafts=1, context_tokens=512, registry=registry
     ) as pair:
-        crash(pair.drafter.server)
+        drafter = pair.drafter
+        request = ChatRequest(messages=(user("Name a colour."),), max_tokens=4)
+        crash(drafter.server)
         with pytest.raises(EndpointUnavailableError, match="has ended"):
             _ = pair.roles
+        with pytest.raises(EndpointUnavailableError, match="server for .* has ended"):
+            asyncio.run(drafter.chat(request, step=Step(kind="draft", index=0)))
 
 
 def test_what_is_no_model_is_refused_at_construction(tmp_path: Path) -> None:

@@ -134,6 +134,8 @@ def test_what_a_call_cannot_take_is_refused(server: ScriptedServer) -> None:
         llm_of(server).chat(HELLO, stop=["."])
     with pytest.raises(ConfigurationError, match=r"EndpointLLM\(Endpoint\(base_url, model\)\)"):
         EndpointLLM("http://gpu:8001")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"has no temprature; it has .* Endpoint\(extra"):
+        EndpointLLM(Endpoint(server.base_url, "m"), temprature=0.7)
 
 
 def test_a_stream_that_is_left_in_a_loops_last_act_ends_quietly(

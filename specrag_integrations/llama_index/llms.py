@@ -62,6 +62,9 @@ class EndpointLLM(LLM):
         max_tokens: The most tokens of a reply.
         temperature: 0 for the likeliest reply.
         context_window: What LlamaIndex packs prompts into, in tokens.
+
+    Raises:
+        ConfigurationError: no `Endpoint`, or an option that there is not.
     """
 
     endpoint: Endpoint = Field(exclude=True, repr=False)
@@ -74,6 +77,13 @@ class EndpointLLM(LLM):
             raise ConfigurationError(
                 f"endpoint must be an Endpoint, not a {type(endpoint).__name__}; "
                 "write EndpointLLM(Endpoint(base_url, model))"
+            )
+        unknown = data.keys() - type(self).model_fields.keys() - {"class_name"}
+        if unknown:  # the base class would drop them
+            raise ConfigurationError(
+                f"EndpointLLM has no {', '.join(sorted(unknown))}; it has max_tokens, temperature "
+                "and context_window, and what the server takes for every request belongs into "
+                "Endpoint(extra_body=…)"
             )
         super().__init__(endpoint=endpoint, **data)  # type: ignore[call-arg]
 

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import NoReturn, Self, TypedDict
 
 from specrag_integrations.endpoint import Endpoint
+from specrag_integrations.errors import EndpointUnavailableError
 from specrag_integrations.local import DRAFTER, VERIFIER
 from specrag_integrations.local.server import LlamaServer
 from specrag_integrations.local.weights import StrPath, is_known, resolve
@@ -175,3 +176,11 @@ class ServedEndpoint(Endpoint):
     def check(self) -> None:
         """Raise an `EndpointUnavailableError` if the server has ended."""
         _ = self.server.base_url
+
+    def _unreachable(self, error: Exception) -> EndpointUnavailableError:
+        """Say why nobody answers where it is known: a pair that was closed, or a crash."""
+        try:
+            self.check()
+        except EndpointUnavailableError as ended:
+            return ended
+        return super()._unreachable(error)

@@ -92,7 +92,7 @@ class LlamaServer:
             EndpointUnavailableError: the server was not started, or has ended; with its last words.
         """
         if self._child is None:
-            raise EndpointUnavailableError(f"the server for {self.path.name} is not started")
+            raise self._failure("is not started, or was closed")
         if not self._child.alive:
             raise self._failure("has ended")
         return f"{self._child.address}/v1"
@@ -120,7 +120,7 @@ class LlamaServer:
     def wait(self) -> Self:
         """Wait until the launched server serves; raises as `start`."""
         if self._child is None:
-            raise EndpointUnavailableError(f"the server for {self.path.name} is not started")
+            raise self._failure("is not started, or was closed")
         try:
             self._child.wait_for_address(self._start_timeout)
         except BaseException as error:
