@@ -1,4 +1,4 @@
-"""Foreign: what models of an application raise and return, read as our own values.
+"""Foreign: what models of an application raise and return, read as our own values, and back.
 
 Nothing is imported for it: an SDK that is not installed raises nothing.
 """
@@ -36,6 +36,8 @@ _FAILURES = frozenset(
     }
 )
 """Package and class from which each SDK derives what goes wrong between it and its server."""
+_FINISHED = {"complete", "end_turn", "eos", "eos_token", "stop", "stop_sequence"}
+_CUT_OFF = {"length", "max_tokens"}
 
 
 def endpoint_error(
@@ -95,6 +97,35 @@ def tokens_of(logprobs: object) -> tuple[Token, ...] | None:
     if (dump := getattr(logprobs, "model_dump", None)) is not None:
         logprobs = dump()
     return read_tokens(logprobs)
+
+
+def logprobs_of(tokens: Sequence[Token]) -> dict[str, Any]:
+    """Return tokens' log-probabilities in OpenAI's form, as `tokens_of` reads them."""
+    return {
+        "content": [
+            {
+                "token": token.text,
+                "logprob": token.logprob,
+                "bytes": list(token.data),
+                "top_logprobs": [
+                    {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+                    for text, logprob in token.alternatives
+                ],
+            }
+            for token in tokens
+        ]
+    }
+
+
+def finish_reason_of(*told: object) -> str:
+    """Return why a model stopped, in OpenAI's words, from the first place that tells.
+
+    One that does not tell is taken to be done.
+    """
+    reason = next((str(one) for one in told if one), "stop")
+    if reason.lower() in _FINISHED:
+        return "stop"
+    return "length" if reason.lower() in _CUT_OFF else reason
 
 
 def _is_failure(error: BaseException) -> bool:

@@ -17,7 +17,13 @@ from specrag_integrations.errors import (
     EndpointTimeoutError,
     EndpointUnavailableError,
 )
-from specrag_integrations.foreign import endpoint_error, refuses_logprobs, tokens_of
+from specrag_integrations.foreign import (
+    endpoint_error,
+    finish_reason_of,
+    logprobs_of,
+    refuses_logprobs,
+    tokens_of,
+)
 from specrag_integrations.models import user
 
 QUESTION = "Who wrote the secret report about the harbour?"
@@ -208,3 +214,19 @@ def test_log_probabilities_are_read_from_dicts_and_objects():
     assert tokens_of(told.model_dump()) == tokens
     assert tokens_of(None) is None
     assert tokens_of({"content": [{"token": "a", "logprob": float("nan")}]}) is None
+    assert tokens_of(logprobs_of(tokens)) == tokens
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ((None, "end_turn"), "stop"),
+        (("STOP", "length"), "stop"),
+        ((None, None, "max_tokens"), "length"),
+        (("content_filter",), "content_filter"),
+        ((None,), "stop"),
+    ],
+)
+def test_why_a_model_stopped_is_told_in_one_way(told: tuple[object, ...], reason: str):
+    """The first place that tells counts; what nobody tells is taken to be done."""
+    assert finish_reason_of(*told) == reason

@@ -6,20 +6,18 @@ An `AIMessage` has no place for log-probabilities of the prompt, so that they ri
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 
 from specrag_integrations.errors import ConfigurationError
-from specrag_integrations.foreign import tokens_of
-from specrag_integrations.models import ChatReply, Token, TokenCount
+from specrag_integrations.foreign import finish_reason_of, logprobs_of, tokens_of
+from specrag_integrations.models import ChatReply, TokenCount
 from specrag_integrations.replies import mapping
 
 _OURS = "specrag"
-_FINISHED = {"end_turn", "stop", "stop_sequence"}
-_CUT_OFF = {"length", "max_tokens"}
 _WHY = ("finish_reason", "stop_reason", "done_reason")
 """Where the integrations tell why a model stopped."""
 
@@ -56,10 +54,10 @@ def reply_of(message: object, *, name: str, seconds: float) -> ChatReply:
     return ChatReply(
         text=str(message.text),
         tokens=tokens_of(told.get("logprobs")),
-        scored=tokens_of({"content": ours.get("scored")}),
+        scored=tokens_of(ours.get("scored")),
         scored_evidence=ours.get("scored_evidence", ""),
         thinking=ours.get("thinking", _thought(message)),
-        finish_reason=_finish_reason(told),
+        finish_reason=finish_reason_of(*map(told.get, _WHY)),
         count=_count(getattr(message, "usage_metadata", None)),
         model=told.get("model_name") or told.get("model"),
         seconds=seconds,
@@ -75,24 +73,12 @@ def _metadata(reply: ChatReply) -> dict[str, Any]:
         _OURS: {"attempts": reply.attempts, "notes": list(reply.notes), "thinking": reply.thinking},
     }
     if reply.tokens is not None:
-        metadata["logprobs"] = {"content": _entries(reply.tokens)}
+        metadata["logprobs"] = logprobs_of(reply.tokens)
     if reply.scored is not None:
-        metadata[_OURS]["scored"] = _entries(reply.scored)
+        metadata[_OURS]["scored"] = logprobs_of(reply.scored)
     if reply.scored_evidence:
         metadata[_OURS]["scored_evidence"] = reply.scored_evidence
     return metadata
-
-
-def _entries(tokens: Sequence[Token]) -> list[dict[str, Any]]:
-    return [
-        {
-            "token": token.text,
-            "logprob": token.logprob,
-            "bytes": list(token.data),
-            "top_logprobs": [{"token": text, "logprob": p} for text, p in token.alternatives],
-        }
-        for token in tokens
-    ]
 
 
 def _usage(count: TokenCount) -> UsageMetadata | None:
@@ -116,14 +102,6 @@ def _count(usage: UsageMetadata | None) -> TokenCount:
         completion=usage["output_tokens"],
         cached=usage.get("input_token_details", InputTokenDetails()).get("cache_read"),
     )
-
-
-def _finish_reason(told: Mapping[str, Any]) -> str | None:
-    """Return why a model stopped; one whose integration does not tell is taken to be done."""
-    reason = next((str(told[key]) for key in _WHY if told.get(key)), "stop")
-    if reason.lower() in _FINISHED:
-        return "stop"
-    return "length" if reason.lower() in _CUT_OFF else reason
 
 
 def _thought(message: BaseMessage) -> bool:

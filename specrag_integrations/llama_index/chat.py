@@ -28,6 +28,7 @@ from specrag_integrations.errors import (
 )
 from specrag_integrations.foreign import (
     endpoint_error,
+    finish_reason_of,
     refuses_logprobs,
     secrets_of,
     tokens_of,
@@ -356,7 +357,11 @@ class LLMChat:
         return ChatReply(
             text=written.message.content or "",
             tokens=tokens,
-            finish_reason=_finish_reason(written.raw, choice),
+            finish_reason=finish_reason_of(
+                _field(choice, "finish_reason"),
+                _field(written.raw, "stop_reason"),
+                _field(written.raw, "done_reason"),
+            ),
             count=_count(_field(written.raw, "usage")),
             model=self.name,
             seconds=seconds,
@@ -466,13 +471,6 @@ def _field(value: object, name: str) -> Any:
 
 def _first(value: object) -> object:
     return value[0] if isinstance(value, Sequence) and value else None
-
-
-def _finish_reason(raw: object, choice: object) -> str:
-    """Return `length` where a reply says that it was cut off; most classes do not tell."""
-    told = _field(choice, "finish_reason") or _field(raw, "stop_reason")
-    told = told or _field(raw, "done_reason")
-    return "length" if str(told).lower() in {"length", "max_tokens"} else "stop"
 
 
 def _count(usage: object) -> TokenCount:

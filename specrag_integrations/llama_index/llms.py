@@ -30,8 +30,9 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 
 from specrag_integrations.endpoint import Endpoint
 from specrag_integrations.errors import ConfigurationError, MalformedReplyError
+from specrag_integrations.foreign import logprobs_of
 from specrag_integrations.llama_index.messages import messages_from
-from specrag_integrations.models import ChatDelta, ChatReply, ChatRequest, Step, Token
+from specrag_integrations.models import ChatDelta, ChatReply, ChatRequest, Step
 from specrag_integrations.portal import portal
 
 _STEP = Step(kind="fallback")
@@ -249,7 +250,7 @@ def _raw(reply: ChatReply) -> dict[str, Any]:
                 "index": 0,
                 "finish_reason": reply.finish_reason,
                 "message": {"role": "assistant", "content": reply.text},
-                "logprobs": _logprobs(reply.tokens),
+                "logprobs": None if reply.tokens is None else logprobs_of(reply.tokens),
             }
         ],
     }
@@ -260,22 +261,3 @@ def _raw(reply: ChatReply) -> dict[str, Any]:
             "total_tokens": prompt + completion,
         }
     return raw
-
-
-def _logprobs(tokens: Sequence[Token] | None) -> dict[str, Any] | None:
-    if tokens is None:
-        return None
-    return {
-        "content": [
-            {
-                "token": token.text,
-                "logprob": token.logprob,
-                "bytes": list(token.data),
-                "top_logprobs": [
-                    {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-                    for text, logprob in token.alternatives
-                ],
-            }
-            for token in tokens
-        ]
-    }

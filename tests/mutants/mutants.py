@@ -3290,7 +3290,7 @@ MUTANTS = [
         "LangChain: scores are lost in a message",
         OWN,
         "langchain/replies: langchain_endpoint_chat::scores_survive_the_message",
-        'scored=tokens_of({"content": ours.get("scored")}),',
+        'scored=tokens_of(ours.get("scored")),',
         "scored=None,",
     ),
     # ---------------------------------------------------------------- what fits
