@@ -14,8 +14,8 @@ from pathlib import Path
 def main() -> None:
     """Fail with the first thing that is wrong."""
     files = {str(path) for path in importlib.metadata.files("specrag-integrations") or []}
-    for wanted in ("specrag_integrations/py.typed", "specrag_integrations/corpus/questions.jsonl"):
-        check(wanted in files, f"the wheel lacks {wanted}")
+    for wanted in ("py.typed", "corpus/questions.jsonl", "local/calibration.json"):
+        check(f"specrag_integrations/{wanted}" in files, f"the wheel lacks {wanted}")
     check(not any("mirror" in name for name in files), "the wheel holds the weights mirror")
     check(not any(name.startswith(("tests", "docs")) for name in files), "the wheel holds tests")
 

@@ -345,7 +345,7 @@ def _cores() -> int:
 
 @specrag.command(epilog=_KEYS)
 @click.argument("question", required=False)
-@click.argument("more_docs", nargs=-1, metavar="[PATH]...")
+@click.argument("more_docs", nargs=-1, metavar="[--docs PATH...]")
 @click.option("--docs", multiple=True, metavar="PATH", help=".txt, .md, .jsonl files or folders.")
 @click.option("--passages", metavar="FILE", help="A JSONL of questions with their passages.")
 @click.option("--id", "row_id", metavar="ROW", help="The line of --passages.  [the first]")
@@ -395,7 +395,9 @@ def ask(
     from specrag_integrations.standard import StandardRAG
 
     paths = (*docs, *more_docs)
-    _or_usage(wrong=bool(docs) == bool(passages), message="give either --docs or --passages")
+    _or_usage(
+        wrong=bool(docs) == bool(passages), message="give either --docs PATH … or --passages FILE"
+    )
     _or_usage(wrong=bool(more_docs and passages), message="QUESTION must be one argument: quote it")
     _or_usage(wrong=bool(row_id and not passages), message="--id names a line of --passages")
     _or_usage(wrong=bool(top and passages), message="--top goes with --docs")

@@ -289,6 +289,8 @@ class Calibration:
         Raises:
             ConfigurationError: the file cannot be read, or is no calibration; it says why.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise ConfigurationError(f"path={path!r} must be a calibration's file, a str or Path")
         try:
             read = json.loads(Path(path).read_text(encoding="utf-8"))
             return cls._from_json(read)

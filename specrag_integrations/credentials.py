@@ -17,6 +17,7 @@ KEY_VARIABLE = "SPECRAG_API_KEY"
 """Where keys are read from that are not given as an argument."""
 
 _NO_KEY = "EMPTY"  # what servers without authentication expect to be sent
+_KEY_VARIABLES = re.compile(r"SPECRAG_(?:[A-Z]+_)?API_KEY")
 _KEY_LIKE = re.compile(r"\b(?:sk|hf|gsk|xai)[-_][\w*-]{8,}")
 
 
@@ -73,19 +74,31 @@ def _checked_key(key: object) -> str:
         raise ConfigurationError(f"the api_key callable returned a {type(key).__name__}, not a str")
     if not key or key.split() != [key] or not key.isascii():
         raise ConfigurationError(
-            "api_key is empty or holds white space or non-ASCII characters; "
+            f"{_origin(key)} is empty or holds white space or non-ASCII characters; "
             "strip the line break a file or shell may have added"
         )
     return key
+
+
+def _origin(key: str) -> str:
+    """Name the environment variable that holds a key; the command line passes it on as text."""
+    holding = [name for name, value in os.environ.items() if value == key]
+    return next(filter(_KEY_VARIABLES.fullmatch, holding), "api_key")
 
 
 def checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Return headers that can be sent.
 
     Raises:
-        ConfigurationError: one is no line of ASCII text.
+        ConfigurationError: they are no mapping, or one is no line of ASCII text.
     """
+    if not isinstance(headers, Mapping):
+        raise ConfigurationError(
+            f"headers must be a mapping of names to values, not a {type(headers).__name__}"
+        )
     for name, value in headers.items():
+        if not isinstance(name, str):
+            raise ConfigurationError(f"a header's name must be a str, not a {type(name).__name__}")
         usable = isinstance(value, str) and value.isascii() and value.isprintable()
         if not usable or value != value.strip():
             raise ConfigurationError(

@@ -31,6 +31,7 @@ from specrag_integrations.passages import Passage
 from specrag_integrations.scores import Score
 from specrag_integrations.subsets import Subset
 from specrag_integrations.usage import ModelRole
+from specrag_integrations.verifier import UNASKED
 
 if TYPE_CHECKING:  # only the doctor and the evaluation need what these import
     from specrag_integrations.doctor import Checkup, Diagnosis
@@ -225,10 +226,17 @@ def _trust(answer: Answer) -> str:
         for s in answer.trace.scores
         if s.draft == answer.selection.winner and s.tier == answer.tier
     )
-    told = f"score {_score(score)}; tier {answer.tier}: {_TIERS.get(answer.tier, '')}"
+    told = f"score {_score(score)}; tier {answer.tier}: {_rests_on(answer)}"
     if answer.confidence is None:
         return f"{told}. Not calibrated: no probability of being right."
     return f"{told}; confidence {answer.confidence:.2f} ({answer.confidence_kind})"
+
+
+def _rests_on(answer: Answer) -> str:
+    """Say what the scores of an answer's drafts are."""
+    if UNASKED in answer.trace.notes:
+        return UNASKED
+    return _TIERS.get(answer.tier or "", "none")
 
 
 def _time(answer: Answer) -> str:
@@ -364,7 +372,7 @@ def show_drafts(out: Console, answer: Answer) -> None:
     out.print(
         _text(
             "log p: mean log-probability per token, by the drafter, of the answer and of the "
-            f"rationale. score: {_TIERS.get(answer.tier or '', 'none')}.",
+            f"rationale. score: {_rests_on(answer)}.",
             "dim",
         )
     )
@@ -623,9 +631,17 @@ def show_evaluation(out: Console, summary: Mapping[str, Any]) -> None:
             out.print(_text(told, "dim"))
     for row in asked:
         if row["errors"]:
-            told = f"{row['name']}: {row['errors']} of {row['questions']} questions failed"
-            out.print(_text(f"{told}, and count as wrong", "yellow"))
+            out.print(_text(_told_of_failures(row), "yellow"))
     show_closing(out, summary["recommendation"])
+
+
+_REASON_WIDTH = 100
+
+
+def _told_of_failures(row: Mapping[str, Any]) -> str:
+    told = f"{row['name']}: {row['errors']} of {row['questions']} questions failed"
+    first = "at first: " if row["errors"] > 1 else ""
+    return f"{told}, and count as wrong ({first}{one_line(row['first_error'], _REASON_WIDTH)})"
 
 
 def _set(one: Mapping[str, Any]) -> str:

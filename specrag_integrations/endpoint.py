@@ -51,7 +51,7 @@ from specrag_integrations.models import (
     Message,
     Step,
 )
-from specrag_integrations.options import checked_positive, checked_whole
+from specrag_integrations.options import check_json, checked_positive, checked_whole
 from specrag_integrations.portal import portal
 from specrag_integrations.replies import (
     Collected,
@@ -168,20 +168,19 @@ class Endpoint:
         self.base_url, query, credentials = split_address(base_url)
         if model is not None and not (isinstance(model, str) and model.strip()):
             raise ConfigurationError(f"model={model!r} must be a served model's name, or None")
-        if not isinstance(extra_body, Mapping | None):
+        if client_factory is not None and not callable(client_factory):
             raise ConfigurationError(
-                f"extra_body must be a mapping, not a {type(extra_body).__name__}"
+                f"client_factory must be a callable that returns an openai.AsyncOpenAI, not a "
+                f"{type(client_factory).__name__}"
             )
-        if not isinstance((extra_body or {}).get("chat_template_kwargs", {}), Mapping):
-            raise ConfigurationError("extra_body['chat_template_kwargs'] must be a mapping")
         self.model = model
         self.request_timeout = checked_positive("request_timeout", request_timeout)
         self.max_concurrency = checked_whole("max_concurrency", max_concurrency)
         self._max_attempts = checked_whole("max_attempts", max_attempts)
         self._key = Key(api_key)
-        self._headers = credentials | checked_headers(headers or {})
+        self._headers = credentials | checked_headers({} if headers is None else headers)
         self._query = query
-        self._extra_body = dict(extra_body or {})
+        self._extra_body = _checked_body({} if extra_body is None else extra_body)
         self._client_factory = client_factory
         self._served: str | None = model
         self._listed: list[Json] | None = None
@@ -840,6 +839,21 @@ def _only_model(entries: list[Json], shown_url: str) -> str:
         f"{shown_url} serves {len(names)} models ({listed}); name one: Endpoint(url, model)",
         endpoint=shown_url,
     )
+
+
+def _checked_body(extra_body: Mapping[str, Any]) -> Json:
+    """Return what can be merged into the body of a request.
+
+    Raises:
+        ConfigurationError: it is no mapping, or JSON cannot hold it.
+    """
+    if not isinstance(extra_body, Mapping):
+        raise ConfigurationError(f"extra_body must be a mapping, not a {type(extra_body).__name__}")
+    body = dict(extra_body)
+    if not isinstance(body.get("chat_template_kwargs", {}), Mapping):
+        raise ConfigurationError("extra_body['chat_template_kwargs'] must be a mapping")
+    check_json("extra_body", body)
+    return body
 
 
 def _close_later(connection: _Connection, process: int) -> None:

@@ -44,6 +44,47 @@ def check_kind(name: str, value: object, *, kind: type = object, method: str | N
         raise ConfigurationError(f"{name} must be an object with {method}(), not {value!r}")
 
 
+def check_model(name: str, value: object) -> None:
+    """Accept a chat model.
+
+    Raises:
+        ConfigurationError: it is something else, such as the class `Endpoint` itself.
+    """
+    if callable(getattr(value, "chat", None)) and not isinstance(value, type):
+        return
+    given = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+    raise ConfigurationError(
+        f"{name} must be an Endpoint or another ChatModel, not {given}; "
+        "write Endpoint(base_url, model)"
+    )
+
+
+def check_json(name: str, value: object) -> None:
+    """Accept what JSON can hold; the message names the place and the type, never a value.
+
+    Raises:
+        ConfigurationError: it is something else, such as a set, or a number that is not finite.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str | int | float | None):
+                raise ConfigurationError(
+                    f"{name} has a key of type {type(key).__name__}, which JSON cannot hold; "
+                    "give a str"
+                )
+            check_json(f"{name}[{key!r}]", item)
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            check_json(f"{name}[{place}]", item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigurationError(f"{name} is not finite, and JSON cannot hold it; give a number")
+    elif not isinstance(value, str | int | float | None):
+        raise ConfigurationError(
+            f"{name} is a {type(value).__name__}, which JSON cannot hold; "
+            "give a dict, list, str, number, bool or None"
+        )
+
+
 def checked_question(question: str) -> str:
     """Return the question without white space around it.
 

@@ -74,9 +74,13 @@ def usable_passages(items: Iterable[Passage | str]) -> Usable:
     seen: set[tuple[str, str]] = set()
     for rank, item in enumerate(items):
         passage = Passage(text=item) if isinstance(item, str) else item
-        if not isinstance(passage, Passage) or not isinstance(passage.text, str):
+        if not isinstance(passage, Passage):
             raise InputError(
                 f"passage {rank} is a {type(item).__name__}; give Passage(text=…) or str"
+            )
+        if not isinstance(passage.text, str):
+            raise InputError(
+                f"passage {rank}: its text is a {type(passage.text).__name__} and must be a str"
             )
         if not isinstance(passage.title, str | None):
             raise InputError(

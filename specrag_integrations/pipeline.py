@@ -44,7 +44,7 @@ from specrag_integrations.events import (
     SelectedEvent,
 )
 from specrag_integrations.models import ChatModel, Message, StepKind
-from specrag_integrations.options import check_kind, checked_whole
+from specrag_integrations.options import check_kind, check_model, checked_whole
 from specrag_integrations.passages import Passage, Usable
 from specrag_integrations.portal import portal
 from specrag_integrations.prompts import (
@@ -837,9 +837,5 @@ def _models(name: str, given: ChatModel | Sequence[ChatModel]) -> tuple[ChatMode
     if not models:
         raise ConfigurationError(f"{name} is an empty list; give at least one Endpoint")
     for model in models:
-        if not callable(getattr(model, "chat", None)):
-            raise ConfigurationError(
-                f"{name} must be an Endpoint or another ChatModel, not a "
-                f"{type(model).__name__}; write Endpoint(base_url, model)"
-            )
+        check_model(name, model)
     return models

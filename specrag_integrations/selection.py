@@ -355,7 +355,7 @@ async def select(pool: Pool, selector: Selector) -> Selection:
     """Select a winner, or say why there is none.
 
     Raises:
-        ConfigurationError: the selector returned drafts it was not given.
+        ConfigurationError: the selector returned no `Selection`, or drafts it was not given.
     """
     name = type(selector).__name__
     try:
@@ -367,6 +367,10 @@ async def select(pool: Pool, selector: Selector) -> Selection:
         step = _failed_step(pool.model, error, 0)
         note = f"{name} could not select: {error}"
         return replace(nothing_usable(), selector=name, notes=(note,), steps=(step,))
+    if not isinstance(selection, Selection):
+        raise ConfigurationError(
+            f"{name}.select must return a Selection, not a {type(selection).__name__}"
+        )
     known = {candidate.draft.index for candidate in pool.candidates}
     ranking = selection.ranking
     winner = selection.winner

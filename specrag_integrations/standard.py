@@ -236,7 +236,7 @@ class StandardRAG(Engine):
         if reply.finish_reason == "length":
             notes.append(f"the answer was cut off at {self._max_tokens} tokens")
         elif reply.finish_reason != "stop":
-            notes.append(f"the answer may be cut off: it ended with {reply.finish_reason!r}")
+            notes.append(f"the answer may be cut off: {_ending(reply.finish_reason)}")
         usage = StepUsage(
             kind=kind,
             index=0,
@@ -254,6 +254,12 @@ class StandardRAG(Engine):
             first_token=clock.elapsed if first_token is None else first_token,
             notes=tuple(notes),
         )
+
+
+def _ending(reason: str | None) -> str:
+    if reason is None:
+        return "the server did not say why it stopped"
+    return f"it ended with {reason!r}"
 
 
 _UNDECIDED = re.compile(

@@ -13,7 +13,7 @@ import itertools
 import math
 import operator
 import random
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -330,11 +330,13 @@ def _vectors(passages: Sequence[Passage], embedded: ArrayLike | None, notes: lis
         try:
             array = np.asarray(embedded, dtype=np.float64)
         except (TypeError, ValueError):
-            array = np.empty(0)
+            array, got = np.empty(0), _unusual(embedded)
+        else:
+            got = f"shape {array.shape}"
         if array.ndim != 2 or len(array) != len(passages) or not array.shape[1]:  # noqa: PLR2004
             raise ConfigurationError(
                 f"the embeddings of {len(passages)} passages must be one array of shape "
-                f"({len(passages)}, d); got shape {array.shape}"
+                f"({len(passages)}, d); got {got}"
             )
         if np.isfinite(array).all():
             return _unit_rows(array)
@@ -344,6 +346,15 @@ def _vectors(passages: Sequence[Passage], embedded: ArrayLike | None, notes: lis
         ]
         notes.append(f"embeddings not finite ({', '.join(bad)}): clustered by TF-IDF instead")
     return _unit_rows(_tfidf([f"{passage.title or ''} {passage.text}" for passage in passages]))
+
+
+def _unusual(embedded: object) -> str:
+    """Say what is wrong with vectors that make no array."""
+    rows = embedded if isinstance(embedded, Iterable) else ()
+    lengths = sorted({len(row) for row in rows if isinstance(row, Sized)})
+    if len(lengths) > 1:
+        return f"rows that differ in length: {', '.join(map(str, lengths))}"
+    return "what is no array of numbers"
 
 
 def _tfidf(texts: Sequence[str]) -> Vectors:

@@ -15,7 +15,7 @@ from specrag_integrations.errors import (
     LogprobsUnavailableError,
 )
 from specrag_integrations.models import ChatModel, Step
-from specrag_integrations.options import check_kind, checked_question
+from specrag_integrations.options import check_kind, check_model, checked_question
 from specrag_integrations.portal import portal
 from specrag_integrations.prompts import numbered
 from specrag_integrations.scores import (
@@ -36,6 +36,7 @@ log = logging.getLogger("specrag_integrations")
 
 Report = Callable[[Score], None]
 
+UNASKED = "the drafts give one answer only: the verifier was not asked about it"
 _STRIKES = 3
 """Consecutive questions that a tier told nothing about before it is given up."""
 
@@ -69,7 +70,8 @@ class Verifier:
         tiers: Sequence[TierName] | None = None,
         comparable_drafts: bool = True,
     ) -> None:
-        self.model = _checked_model(model)
+        check_model("model", model)
+        self.model = model
         check_kind("scoring", scoring, kind=Scoring)
         self.scoring = scoring or Scoring()
         if self.scoring.compares_drafters and not comparable_drafts:
@@ -132,6 +134,11 @@ class Verifier:
     def _checked(self, draft: Draft, index: int) -> Draft:
         if not isinstance(draft, Draft):
             raise InputError(f"draft {index} must be a Draft, not a {type(draft).__name__}")
+        for name in ("rationale", "answer"):
+            if not isinstance(text := getattr(draft, name), str):
+                raise InputError(
+                    f"draft {index}: its {name} is a {type(text).__name__} and must be a str"
+                )
         if not draft.answer.strip():
             raise InputError(f"draft {index} has an empty answer")
         if self.scoring.evidence and not draft.passages:
@@ -249,7 +256,15 @@ class Verification:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of the trace must know of how the drafts were scored."""
-        return (*(self._known.notes if self._known else ()), *self._descents)
+        return (*(self._known.notes if self._known else ()), *self._descents, *self._unasked)
+
+    @property
+    def _unasked(self) -> tuple[str, ...]:
+        """Say so where there was no choice: its pick is nobody's word on the answer."""
+        verdicts = self._current_verdicts
+        if self.tier != "choice" or not verdicts or any(one.attempts for one in verdicts):
+            return ()
+        return (UNASKED,)
 
     @property
     def _known(self) -> Plan | None:
@@ -466,12 +481,3 @@ def _checked_tiers(tiers: Sequence[TierName] | None, scoring: Scoring) -> tuple[
             )
     scoring.check_tiers(tuple(tiers or ()))
     return tuple(tiers or default_tiers(scoring))
-
-
-def _checked_model(model: ChatModel) -> ChatModel:
-    if callable(getattr(model, "chat", None)) and not isinstance(model, type):
-        return model
-    raise ConfigurationError(
-        f"model must be an Endpoint or another ChatModel, not {type(model).__name__}; "
-        "write Endpoint(base_url, model)"
-    )

@@ -314,6 +314,23 @@ def test_a_lower_tier_is_told(scripted: Callable[..., ScriptedServer], rows: Pat
     assert "Yes" not in text
 
 
+def test_an_answer_that_nobody_verified_is_told(
+    scripted: Callable[..., ScriptedServer], rows: Path
+) -> None:
+    """Where all drafts agree and no log-probabilities come, there is no verifier's word on it."""
+    drafter = scripted("Rationale: Passage [1] tells.\nAnswer: in 1856")
+    verifier = scripted(drops=("logprobs", "top_logprobs"))
+    roles = ("--drafter", drafter.base_url, "--verifier", verifier.base_url)
+
+    text = specrag("ask", "--passages", rows, *roles).stdout
+    told = json.loads(specrag("ask", "--passages", rows, *roles, "--json").stdout)
+
+    plain = " ".join(text.split())
+    assert "tier choice: the drafts give one answer only: the verifier was not asked" in plain
+    assert "pick" not in plain
+    assert any("was not asked about it" in note for note in told["trace"]["notes"])
+
+
 # -------------------------------------------------------------------- what is shown
 
 
@@ -515,8 +532,15 @@ def test_wrong_usage_is_one_line(rows: Path, docs: Path) -> None:
     """What cannot be meant is refused at once with exit code 2."""
     for arguments, said in {
         ("ask", "", "--docs", docs): "question is empty",
-        ("ask", "q"): "give either --docs or --passages",
-        ("ask", "q", "--docs", docs, "--passages", rows): "give either --docs or --passages",
+        ("ask", "q"): "give either --docs PATH … or --passages FILE",
+        (
+            "ask",
+            "q",
+            "--docs",
+            docs,
+            "--passages",
+            rows,
+        ): "give either --docs PATH … or --passages FILE",
         ("ask", "--docs", docs): "QUESTION",
         ("ask", "two", "words", "--passages", rows): "quote it",
         ("ask", "q", "--docs", docs, "--id", "1"): "--id",

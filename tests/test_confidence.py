@@ -262,6 +262,13 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path, text: Any
         Calibration.load(path)
 
 
+@pytest.mark.parametrize("path", [None, 5, b"mine.json"])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    """The message names the value."""
+    with pytest.raises(ConfigurationError, match=f"path={path!r} must be a calibration's file"):
+        Calibration.load(path)
+
+
 def test_without_thresholds_none_can_be_taken_for_one() -> None:
     """`min_confidence=None` would switch the check off; without an early stop nothing is lost."""
     with pytest.raises(ConfigurationError, match="no thresholds"):

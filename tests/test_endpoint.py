@@ -1125,7 +1125,62 @@ def test_nothing_is_left_open_at_the_end_of_a_script(server: ScriptedServer) -> 
     assert "Warning" not in done.stderr
 
 
-@pytest.mark.parametrize("options", [{"model": 5}, {"model": " "}, {"extra_body": "x"}])
+@pytest.mark.parametrize(
+    ("headers", "told"),
+    [
+        (["hush: hush"], "headers must be a mapping of names to values, not a list"),
+        ("X-Token: hush", "headers must be a mapping of names to values, not a str"),
+        ([], "headers must be a mapping of names to values, not a list"),
+        ({5: "hush"}, "a header's name must be a str, not a int"),
+    ],
+)
+def test_what_is_no_mapping_of_headers_is_refused_by_its_type(headers, told):
+    """What a header holds may be secret, and is not shown."""
+    with pytest.raises(ConfigurationError) as caught:
+        Endpoint("http://localhost", headers=headers)
+    assert str(caught.value) == told
+
+
+@pytest.mark.parametrize(
+    ("extra_body", "told"),
+    [
+        ({"a": {7531}}, "extra_body['a'] is a set, which JSON cannot hold"),
+        ({"a": [1, {"b": b"7531"}]}, "extra_body['a'][1]['b'] is a bytes, which JSON cannot hold"),
+        ({"a": {(7531,): 1}}, "extra_body['a'] has a key of type tuple, which JSON cannot hold"),
+        ({"a": math.nan}, "extra_body['a'] is not finite"),
+        ([], "extra_body must be a mapping, not a list"),
+    ],
+)
+def test_what_json_cannot_hold_is_refused_by_its_place(extra_body, told):
+    """At construction, with the type and without the value."""
+    with pytest.raises(ConfigurationError) as caught:
+        Endpoint("http://localhost", extra_body=extra_body)
+    assert str(caught.value).startswith(told)
+    assert "7531" not in str(caught.value)
+
+
+def test_all_that_json_can_hold_is_sent(server, connect):
+    """Whole numbers as keys too, as in `logit_bias`."""
+    body = {"logit_bias": {50256: -100}, "stop": ("a", None), "x": [True, 0.5, {}]}
+    chat(connect(server, extra_body=body))
+    sent = {name: server.chats[0][name] for name in body}
+    assert sent == {"logit_bias": {"50256": -100}, "stop": ["a", None], "x": [True, 0.5, {}]}
+
+
+@pytest.mark.parametrize("name", ["SPECRAG_API_KEY", "SPECRAG_JUDGE_API_KEY"])
+def test_a_bad_key_of_the_environment_is_told_by_its_variable(monkeypatch, name):
+    """The command line reads it there; a key given otherwise is `api_key`."""
+    monkeypatch.setenv(name, "two words")
+    with pytest.raises(ConfigurationError, match=f"^{name} is empty or holds white space"):
+        Endpoint("http://localhost", api_key="two words")
+    with pytest.raises(ConfigurationError, match="^api_key is empty or holds white space"):
+        Endpoint("http://localhost", api_key="two other words")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"model": 5}, {"model": " "}, {"extra_body": "x"}, {"client_factory": 5}],
+)
 def test_a_wrong_model_or_body_is_refused(options: dict[str, Any]) -> None:
     """The error comes at construction and names the argument."""
     with pytest.raises(ConfigurationError, match=next(iter(options))):

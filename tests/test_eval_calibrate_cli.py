@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -10,9 +11,11 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from scripted_server import Reply, ScriptedServer, is_verification
 from test_cli import fails, specrag
@@ -20,13 +23,20 @@ from test_cli import fails, specrag
 from specrag_integrations import (
     Calibration,
     Disjoint,
+    EmbeddedPair,
     Endpoint,
     Passage,
     SpeculativeRAG,
 )
 from specrag_integrations.confidence import Fingerprint, Thresholds
-from specrag_integrations.evaluation.calibrating import GRID, LEAST_CONTESTED, LEAST_QUESTIONS
+from specrag_integrations.evaluation.calibrating import (
+    GRID,
+    LEAST_CONTESTED,
+    LEAST_QUESTIONS,
+    calibrate,
+)
 from specrag_integrations.evaluation.intervals import precision_bound
+from specrag_integrations.evaluation.outcomes import Outcome
 
 Scripted = Callable[..., ScriptedServer]
 Json = dict[str, Any]
@@ -283,6 +293,8 @@ def test_the_code_of_the_page_runs(
     monkeypatch.chdir(tmp_path)
     known = {"question": "Which river is number 1?", "passages": PASSAGES}
     for block in blocks("python"):
+        if "EmbeddedPair" in block:
+            continue  # `test_real_questions` does the same with real models
         code = re.sub(r"http://gpu:\d+/v1", server.base_url, block)
         exec(compile(code, PAGE.name, "exec"), known)  # noqa: S102 - our own page
 
@@ -290,6 +302,28 @@ def test_the_code_of_the_page_runs(
     assert told.startswith("river 0 0.4")
     assert "accepted early: draft 0" in told
     assert "0.9 0.9 True" in told
+
+
+def test_the_shipped_calibration_is_what_its_outcomes_give() -> None:
+    """Made anew from the features in docs/results, it is the same, but for rounding."""
+    features = PAGE.with_name("results") / "embedded-pair-again.features.jsonl.gz"
+    with gzip.open(features, "rt", encoding="utf-8") as file:
+        outcomes = [Outcome.from_dict(json.loads(line)) for line in file]
+    shipped = EmbeddedPair().calibration
+    # It was made from kept replies, which do not tell in which order the scores came.
+    mine = [
+        replace(one, drafts=tuple(replace(draft, arrived=None) for draft in one.drafts))
+        for one in outcomes
+        if one.system == "speculative"
+    ]
+
+    made = calibrate(mine, fingerprint=shipped.fingerprint, demonstration=True).calibration
+
+    assert shipped.demonstration
+    assert shipped.thresholds == made.thresholds
+    assert made.kind == shipped.kind == "isotonic"
+    assert np.array(made.knots) == pytest.approx(np.array(shipped.knots), abs=1e-6)
+    assert replace(made, knots=shipped.knots) == shipped
 
 
 def test_the_commands_of_the_page_have_the_options_they_are_given() -> None:

@@ -421,6 +421,27 @@ def test_weights_are_fitted_where_they_choose_better() -> None:
     assert report.notes == ()
 
 
+@pytest.mark.parametrize("size", [0.1, 1e6])
+def test_a_spread_of_nothing_but_rounding_is_none(size: float) -> None:
+    """A term that is constant up to rounding has no coefficient, as one that is exactly so."""
+    rng = np.random.default_rng(8)
+
+    def calibrated(jitter: float) -> Calibration:
+        made = [
+            replace(one, drafts=tuple(constant(draft, jitter) for draft in one.drafts))
+            for one in world(np.random.default_rng(8), 200)
+        ]
+        return calibrate(made, fingerprint=Fingerprint(formula="paper")).calibration
+
+    def constant(draft: DraftOutcome, jitter: float) -> DraftOutcome:
+        value = -size * (1 + jitter * float(rng.normal()))
+        return replace(draft, terms={**draft.terms, "draft_answer": value})
+
+    for found in (calibrated(0.0), calibrated(1e-13)):
+        assert found.coefficients["draft_answer"] == 0.0
+        assert found.coefficients["reflection"] == pytest.approx(1.5, abs=0.6)
+
+
 def test_weights_that_choose_no_better_are_left_out() -> None:
     """The score is the one the drafts came with."""
     report = calibrate(world(np.random.default_rng(9), 400), fingerprint=Fingerprint(weights={}))

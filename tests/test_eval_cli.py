@@ -235,7 +235,9 @@ def test_failures_are_told_and_not_asked_again(
     command += ["--out", tmp_path / "run"]
     cache = {"SPECRAG_CACHE": str(tmp_path / "c")}
     done = specrag(*command, **cache)
-    assert "standard: 1 of 4 questions failed, and count as wrong" in done.stdout
+    told = " ".join(done.stdout.split())
+    assert "standard: 1 of 4 questions failed, and count as wrong (" in told
+    assert "400" in told.partition("count as wrong (")[2].partition(")")[0]
     server.reset()
     assert specrag(*command, **cache).stdout == done.stdout
     assert len(server.chats) == 2
@@ -289,6 +291,19 @@ def test_the_names_of_systems_are_listed() -> None:
 def test_a_report_of_nothing_is_told(tmp_path: Path) -> None:
     """A folder without a run is an error with the command that makes one."""
     assert "holds no run" in fails("report", tmp_path)
+
+
+def test_a_report_is_not_overwritten_by_one_of_less(
+    scripted: Scripted, data: Path, tmp_path: Path
+) -> None:
+    """Without the questions there is an error, and the old report stays as it is."""
+    server, out = scripted(respond), tmp_path / "run"
+    command = ["eval", data, "--drafter", server.base_url, "--systems", "standard", "--out", out]
+    specrag(*command, SPECRAG_CACHE=str(tmp_path / "c"))
+    (out / "questions.jsonl").unlink()
+    kept = [(out / name).read_bytes() for name in ("report.html", "summary.json")]
+    assert "questions.jsonl is missing; restore it, or run" in fails("report", out)
+    assert [(out / name).read_bytes() for name in ("report.html", "summary.json")] == kept
 
 
 def test_no_secret_of_an_address_is_written(scripted: Scripted, data: Path, tmp_path: Path) -> None:

@@ -326,7 +326,7 @@ def test_judgements_go_on_where_they_were(tmp_path: Path) -> None:
         folder.keep_judgement(first, judgement(0.5, 1.0))
         folder.keep_judgement(second, judgement(None, 0.0))
     assert read_judgements(path) == {first: judgement(0.5, 1.0), second: judgement(None, 0.0)}
-    with RunFolder(tmp_path) as folder:
+    with RunFolder(tmp_path, manifest()) as folder:
         assert folder.manifest.judge == JUDGE
 
 

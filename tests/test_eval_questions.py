@@ -183,14 +183,46 @@ def test_earlier_turns_are_kept(tmp_path: Path, turns: Any) -> None:
     assert read_questions([path])[0].history == (user("And the pier?"), assistant("Built in 1871."))
 
 
-@pytest.mark.parametrize(
-    "turns", ["text", [["user", "x"], ["narrator", "y"]], [["user", "x"], ["agent"]], [1], {"a": 1}]
-)
-def test_a_history_of_another_shape_is_left_out(tmp_path: Path, turns: Any) -> None:
-    """Half a conversation would mislead more than none."""
-    path = write_lines(tmp_path / "q.jsonl", line(meta={"history": turns}))
+def test_nulls_are_not_given(tmp_path: Path) -> None:
+    """A key whose value is null says no more than a key that is not there."""
+    keys = ("answerable", "answer_kind", "labels", "history")
+    path = write_lines(tmp_path / "q.jsonl", line(meta=dict.fromkeys(keys)))
+    twin = write_lines(tmp_path / "m.jsonl", musique(answerable=None))
 
-    assert read_questions([path])[0].history == ()
+    question, published = read_questions([path, twin])
+
+    assert (question.answers, question.kind, question.history) == (("Mason 1",), "short", ())
+    assert published.answerable
+    assert not published.id.endswith("unanswerable")
+
+
+@pytest.mark.parametrize(
+    ("meta", "complaint"),
+    [
+        (5, '"meta" must be an object, not int'),
+        ({"answerable": "maybe"}, "false, unanswerable, no, not 'maybe'"),
+        ({"answerable": 3}, '"answerable" must be one of true, answerable, partial, yes'),
+        ({"answer_kind": "essay"}, "must be one of short, label, long, not 'essay'"),
+        ({"labels": "towns"}, "\"labels\" must be a list of strings, not 'towns'"),
+        ({"labels": [1, 2]}, '"labels" must be a list of strings, not [1, 2]'),
+        ({"history": "text"}, '"history" must be a list of turns, not str'),
+        ({"history": {"a": 1}}, '"history" must be a list of turns, not dict'),
+        (
+            {"history": [["user", "x"], ["narrator", "y"]]},
+            "turn 2 of \"history\" has the role 'narrator'; give one of system, user, human, ",
+        ),
+        ({"history": [["user", "x"], ["agent"]]}, 'turn 2 of "history" must be ["user", "…"] or {'),
+        ({"history": [1]}, 'turn 1 of "history" must be ["user", "…"] or {"role": "user", '),
+    ],
+)
+def test_what_is_not_understood_of_meta_is_named(tmp_path: Path, meta: Any, complaint: str) -> None:
+    """Passed over, it would let another question be asked, or judged, than was meant."""
+    path = write_lines(tmp_path / "q.jsonl", line(), line(2, meta=meta))
+
+    message = error_of(path)
+
+    assert message.startswith(f"{path}, line 2: ")
+    assert complaint in message
 
 
 # The kind of a set
@@ -214,7 +246,6 @@ def claims(count: int, *labels: str, **changes: Any) -> list[dict[str, Any]]:
         ([*claims(9, "yes", "no"), line(9, answers=[])], "label", ("yes", "no")),
         (claims(2, "true", meta={"labels": ["true", "false"]}), "label", ("true", "false")),
         (claims(2, "Dundee", meta={"labels": ["towns", "rivers"]}), "short", ()),
-        (claims(2, "Dundee", meta={"labels": "towns"}), "short", ()),
         (claims(2, "true", "false", meta={"answer_kind": "label"}), "label", ("true", "false")),
         (claims(9, "yes", "no", meta={"answer_kind": "long-form"}), "label", ("yes", "no")),
         (claims(3, "brief", meta={"answer_kind": "long-form"}), "long", ()),

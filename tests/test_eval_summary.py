@@ -405,11 +405,27 @@ def test_too_few_questions_are_inconclusive_and_say_how_many_would_do() -> None:
     """A small sample proves nothing, and the tool says so."""
     told = side_by_side([True, False, True], [True, True, False], seconds=4.0)["recommendation"]
     assert told.startswith("Inconclusive: ")
-    assert "would settle" not in told  # three questions do not tell how many it takes
-    assert told.endswith("Until then use standard RAG.")
+    assert told.endswith(
+        "; too few questions to say how many would settle it: ask at least 20. "
+        "Meanwhile use standard RAG."
+    )
     half = [True, False] * 15
     told = side_by_side(half, half[1:] + half[:1], seconds=4.0)["recommendation"]
-    assert "questions would settle whether it is as good within 3 points" in told
+    assert "questions would settle whether it is as good within 3 points. Until then" in told
+
+
+def test_more_questions_than_a_trial_takes_may_settle_nothing() -> None:
+    """Then no number is named, and the advice does not refer to one."""
+    won, lost, tied = 30, 41, 729
+    ours = [True] * won + [False] * lost + [True] * tied
+    theirs = [False] * won + [True] * lost + [True] * tied
+    found = side_by_side(ours, theirs, seconds=4.0)
+    assert row(found, "speculative")["against_standard"]["questions_needed"] <= len(ours)
+    told = found["recommendation"]
+    assert told.startswith("Inconclusive: ")
+    assert told.endswith(
+        "; nobody can say how many more questions would settle it. Meanwhile use standard RAG."
+    )
 
 
 def test_a_system_that_always_fell_back_is_not_recommended() -> None:
@@ -500,7 +516,8 @@ def test_a_line_that_is_no_outcome_is_named(tmp_path: Path) -> None:
     """Anything else in the file is an error with its place."""
     path = tmp_path / "outcomes.jsonl"
     path.write_text('{"dataset": "rivers"}\n{}\n')
-    with pytest.raises(InputError, match=r"outcomes\.jsonl:1: not an outcome"):
+    told = r"outcomes\.jsonl:1: not an outcome.*; delete that line, and run the same specrag eval"
+    with pytest.raises(InputError, match=told):
         read_outcomes(path)
 
 
@@ -532,7 +549,8 @@ def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no run of specrag eval"):
         RunFolder(tmp_path)
     (tmp_path / "outcomes.jsonl").write_text("")
-    with pytest.raises(InputError, match=r"without run\.json"):
+    told = r"without run\.json; restore that file from a copy, or run specrag eval with another"
+    with pytest.raises(InputError, match=told):
         RunFolder(tmp_path, manifest())
 
 
@@ -551,6 +569,32 @@ def test_the_report_is_remade_from_the_folder_alone(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").read_text() == page
     assert json.loads((tmp_path / "summary.json").read_text()) == first
     assert first["recommendation"] in page
+
+
+@pytest.mark.parametrize("name", ["questions.jsonl", "outcomes.jsonl"])
+def test_a_folder_that_lost_a_file_is_not_reported_on(tmp_path: Path, name: str) -> None:
+    """The error names what is missing and how it comes back; running again brings it back."""
+    with RunFolder(tmp_path, manifest()) as folder:
+        folder.add_questions([question(0)])
+        folder.keep(outcome("standard", 0, True))
+    (tmp_path / name).unlink()
+    with pytest.raises(InputError, match=f"{name} is missing; restore it, or run .* --out"):
+        RunFolder(tmp_path)
+    with RunFolder(tmp_path, manifest()) as folder:
+        folder.add_questions([question(0)])
+        if not folder.outcomes:
+            folder.keep(outcome("standard", 0, True))
+    assert RunFolder(tmp_path).questions == [question(0)]
+
+
+def test_outcomes_without_their_questions_are_not_reported_on(tmp_path: Path) -> None:
+    """A report that silently left them out would be one of other questions."""
+    with RunFolder(tmp_path, manifest()) as folder:
+        folder.add_questions([question(0)])
+        for number in range(3):
+            folder.keep(outcome("standard", number, True))
+    with pytest.raises(InputError, match=r"questions\.jsonl: lacks 2 of 3 questions that"):
+        RunFolder(tmp_path)
 
 
 def test_a_run_in_memory_writes_nothing() -> None:
@@ -607,7 +651,8 @@ def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> N
     """A damaged run.json is an error with its path, for a run and for a report."""
     (tmp_path / "run.json").write_text(text)
     for given in (None, manifest()):
-        with pytest.raises(InputError, match=r"run\.json: not the manifest of a run"):
+        told = r"run\.json: not the manifest of a run.*; restore that file .* with another --out"
+        with pytest.raises(InputError, match=told):
             RunFolder(tmp_path, given)
 
 
@@ -619,7 +664,7 @@ def test_names_of_another_set_up_are_not_mixed(tmp_path: Path) -> None:
         folder.add_setups({"speculative on rivers": "b"})
         with pytest.raises(ConfigurationError, match="speculative on rivers is set up otherwise"):
             folder.add_setups({"speculative on rivers": "c", "standard on rivers": "a"})
-    with RunFolder(tmp_path) as folder:
+    with RunFolder(tmp_path, manifest()) as folder:
         assert folder.manifest.setups == {"standard on rivers": "a", "speculative on rivers": "b"}
 
 

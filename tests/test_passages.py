@@ -60,11 +60,19 @@ def test_what_is_no_list_of_passages_is_an_input_error(wrong):
         usable_passages(wrong)
 
 
-@pytest.mark.parametrize("wrong", [None, 3, {"text": "a"}, Passage(text=None), b"bytes"])
+@pytest.mark.parametrize("wrong", [None, 3, {"text": "a"}, b"bytes"])
 def test_an_item_that_is_no_passage_is_named_by_its_place(wrong):
     """The message says which item, not what it holds."""
     with pytest.raises(InputError, match="passage 1 is a"):
         usable_passages(["fine", wrong])
+
+
+@pytest.mark.parametrize(("text", "kind"), [(None, "NoneType"), (5, "int"), (b"b", "bytes")])
+def test_a_passage_whose_text_is_none_is_told_so(text, kind):
+    """A retriever may leave the text out; the message says what it must be."""
+    told = f"passage 1: its text is a {kind} and must be a str"
+    with pytest.raises(InputError, match=told):
+        usable_passages(["fine", Passage(text=text)])
 
 
 def test_the_repr_holds_no_text():

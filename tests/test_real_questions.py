@@ -13,6 +13,7 @@ import pytest
 
 from specrag_integrations import (
     Answer,
+    ConfigurationError,
     EmbeddedPair,
     MultiPerspective,
     NoAnswerError,
@@ -139,6 +140,39 @@ def test_the_default_pair_answers_bundled_questions(pair: EmbeddedPair) -> None:
         verdicts.append(right(answer.text, rows[name]))
 
     assert sum(verdicts) >= 2, verdicts
+
+
+def test_the_demonstration_calibration_fits_the_default_pair(pair: EmbeddedPair) -> None:
+    """Every scored draft has a confidence, and the threshold decides who answers."""
+    row = questions()[0]
+    calibration = pair.calibration
+    least = calibration.min_confidence
+    rag = SpeculativeRAG(**pair.roles, calibration=calibration, min_confidence=least)
+
+    answer = rag.ask(row.question, row.passages)
+
+    scored = [score for score in answer.trace.scores if score.value is not None]
+    assert scored
+    assert all(score.confidence is not None and 0 < score.confidence < 1 for score in scored)
+    assert not any("another set-up" in note for note in answer.trace.notes)
+    if answer.fallback_reason is None:
+        assert answer.confidence is not None
+        assert answer.confidence >= least
+    else:
+        assert answer.fallback_reason == "low_confidence"
+        assert answer.confidence is None
+
+
+def test_the_demonstration_calibration_is_of_the_defaults_alone(
+    small: EmbeddedPair, pair: EmbeddedPair
+) -> None:
+    """Other weights, and another number of drafts, are refused by name."""
+    for roles, options, named in (
+        (small.roles, {}, r"drafter: expected qwen2\.5-coder-0\.5b-instruct-q4_k_m, found SmolLM2"),
+        (pair.roles, {"num_drafts": 3}, "num_drafts: expected 5, found 3"),
+    ):
+        with pytest.raises(ConfigurationError, match=named):
+            SpeculativeRAG(**roles, **options, calibration=EmbeddedPair().calibration)
 
 
 @pytest.mark.parametrize(

@@ -718,6 +718,15 @@ def test_a_selector_that_returns_what_it_was_not_given_is_named(selection: Selec
         outcome([-1.0, -2.0], Fixed(selection))
 
 
+@pytest.mark.parametrize(("returned", "kind"), [(5, "int"), (None, "NoneType")])
+def test_a_selector_that_returns_no_selection_is_named(returned: Any, kind: str) -> None:
+    """With the type of what it returned."""
+    with pytest.raises(
+        ConfigurationError, match=f"Fixed.select must return a Selection, not a {kind}"
+    ):
+        outcome([-1.0, -2.0], Fixed(returned))
+
+
 def test_a_selector_of_ones_own_serves_a_whole_question(scripted: Scripted) -> None:
     """It reads the scores of all drafts, and may ask the verifier."""
     seen: list[Pool] = []

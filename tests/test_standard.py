@@ -161,13 +161,21 @@ def test_the_pieces_are_the_text_wherever_they_are_cut(written: str, size: int) 
     assert "99" not in shown.text
 
 
-@pytest.mark.parametrize("ended", [None, "content_filter"])
-def test_an_answer_that_ended_otherwise_is_noted(scripted: Scripted, ended: str | None) -> None:
+@pytest.mark.parametrize(
+    ("ended", "told"),
+    [
+        (None, "the server did not say why it stopped"),
+        ("content_filter", "it ended with 'content_filter'"),
+    ],
+)
+def test_an_answer_that_ended_otherwise_is_noted(
+    scripted: Scripted, ended: str | None, told: str
+) -> None:
     """A stream that ended without a reason, or for another one, may be cut off."""
     server = scripted(Reply("the river", finish_reason=ended))
     answer = StandardRAG(Endpoint(server.base_url)).ask("q", PASSAGES)
 
-    assert any("may be cut off" in note for note in answer.trace.notes)
+    assert f"the answer may be cut off: {told}" in answer.trace.notes
 
 
 class WholeReply:

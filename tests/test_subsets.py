@@ -6,6 +6,7 @@ import asyncio
 import functools
 import math
 import random
+import re
 import threading
 import time
 from dataclasses import dataclass
@@ -418,22 +419,25 @@ def test_the_passages_own_embeddings_come_first():
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "got"),
     [
-        None,
-        [1.0, 2.0, 3.0],
-        [[1.0], [2.0]],
-        [[1.0], [2.0], [3.0, 4.0]],
-        [[], [], []],
-        [["a"], ["b"], ["c"]],
-        np.zeros((3, 2, 2)),
-        "abc",
+        (None, "shape (0,)"),
+        ([1.0, 2.0, 3.0], "shape (3,)"),
+        ([[1.0], [2.0]], "shape (2, 1)"),
+        ([[1.0], [2.0], [3.0, 4.0]], "rows that differ in length: 1, 2"),
+        ([[], [], []], "shape (3, 0)"),
+        ([["a"], ["b"], ["c"]], "what is no array of numbers"),
+        (np.zeros((3, 2, 2)), "shape (3, 2, 2)"),
+        ("abc", "what is no array of numbers"),
+        (object, "what is no array of numbers"),
+        ([1.0, [2.0], 3.0], "what is no array of numbers"),
     ],
     ids=repr,
 )
-def test_an_embedder_must_return_one_row_per_passage(wrong):
+def test_an_embedder_must_return_one_row_per_passage(wrong, got):
     """The message says what was expected and what came."""
-    with pytest.raises(ConfigurationError, match=r"one array of shape \(3, d\); got shape"):
+    told = re.escape(f"one array of shape (3, d); got {got}") + "$"
+    with pytest.raises(ConfigurationError, match=told):
         subsets([Passage(text=text) for text in "abc"], embedder=lambda texts, question: wrong)
 
 

@@ -160,6 +160,16 @@ def test_without_drafts_nothing_is_asked(scripted: Scripted) -> None:
         (None, DRAFTS, "the question must be a str"),
         (QUESTION, [PARIS, Draft(rationale="r", answer=" \n")], "draft 1 has an empty answer"),
         (QUESTION, [PARIS, "Rome"], "draft 1 must be a Draft, not a str"),
+        (
+            QUESTION,
+            [PARIS, Draft(rationale="r", answer=1856)],  # type: ignore[arg-type]
+            "draft 1: its answer is a int and must be a str",
+        ),
+        (
+            QUESTION,
+            [Draft(rationale=None, answer="Rome")],  # type: ignore[arg-type]
+            "draft 0: its rationale is a NoneType and must be a str",
+        ),
     ],
 )
 def test_what_cannot_be_scored_is_named_before_anything_is_asked(
@@ -181,7 +191,7 @@ def test_passages_can_only_be_shown_where_a_draft_has_some(scripted: Scripted) -
 
 @pytest.mark.parametrize(
     ("model", "named"),
-    [(Endpoint, "not type"), ("http://gpu:8000", "not str"), (None, "not NoneType")],
+    [(Endpoint, "not the class Endpoint"), ("http://gpu:8000", "not str"), (None, "not NoneType")],
 )
 def test_a_verifier_needs_a_model(model: Any, named: str) -> None:
     """An object with `chat`; the message says how to make one."""

@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -477,6 +478,17 @@ def test_resolve_takes_names_and_paths(place: Place, tmp_path: Path) -> None:
 
     assert weights.resolve("tiny") == place.folder / "tiny.gguf"
     assert weights.resolve(own) == weights.resolve(str(own)) == own
+
+
+@pytest.mark.parametrize("given", [5, None, b"tiny", ["tiny"]])
+def test_what_is_neither_name_nor_path_is_refused(place: Place, given: Any) -> None:
+    """The message names the value and what is taken."""
+    place.offer(*HALVES)
+
+    told = f"{re.escape(repr(given))} is a .*; give the path of a GGUF file, or .*: .*tiny"
+    for ask in (weights.resolve, weights.is_known, weights.hash_of):
+        with pytest.raises(WeightsError, match=told):
+            ask(given)
 
 
 def test_resolve_refuses_what_is_no_gguf_file(place: Place, tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ GRID = (*(n / 20 for n in range(1, 20)), 0.99)
 _FOLDS = 5
 _LEAST_P = 1e-12  # 0 has no logarithm
 _COMMON = 0.9  # of the drafts have a term, or it is not used
+_ROUNDING = 1e-9  # a spread below it, beside the size of what is spread, tells nothing
 _NOBODY = cast("ChatModel", None)  # no selector that can be calibrated asks a model
 _UNFITTED = {"draft"}  # the mean of two other terms
 
@@ -420,7 +421,8 @@ def _choice_weights(questions: Sequence[_Question], terms: Sequence[str]) -> dic
             pools.append((_matrix(drafts, terms), right))
     if not pools:
         return {}
-    scale = _scale(np.concatenate([matrix - matrix.mean(axis=0) for matrix, _ in pools]))
+    middle = np.concatenate([matrix for matrix, _ in pools]).mean(axis=0)
+    scale = _scale(np.concatenate([matrix - matrix.mean(axis=0) for matrix, _ in pools]), middle)
 
     def loss(weights: Floats) -> float:
         total = 0.5 * float(weights @ weights)
@@ -472,9 +474,11 @@ def _rescored(questions: Sequence[_Question], weights: Mapping[str, float]) -> l
     return found
 
 
-def _scale(matrix: Floats) -> Floats:
+def _scale(matrix: Floats, middle: Floats) -> Floats:
+    """Return what to divide each term by; infinity, which leaves 0, where it is constant."""
     deviation = matrix.std(axis=0)
-    return np.where(deviation > 0, deviation, 1.0)
+    varies = deviation > _ROUNDING * np.maximum(1.0, np.abs(middle))
+    return np.where(varies, deviation, np.inf)
 
 
 # -------------------------------------------------------------------- the probability
@@ -538,7 +542,8 @@ def _logistic(
 
     sample = _sample(questions, terms)
     matrix = _matrix(sample.drafts, terms)
-    middle, scale = matrix.mean(axis=0), _scale(matrix)
+    middle = matrix.mean(axis=0)
+    scale = _scale(matrix, middle)
     model = LogisticRegression(max_iter=1000)
     model.fit((matrix - middle) / scale, sample.right, sample_weight=sample.weights)
     coefficients = model.coef_[0] / scale

@@ -39,6 +39,7 @@ SUMMARY = "summary.json"
 REPORT = "report.html"
 _MANIFEST = "run.json"
 _LOCK = ".lock"
+_REMEDY = "restore that file from a copy, or run specrag eval with another --out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +122,8 @@ class RunFolder:
     Raises:
         ConfigurationError: the folder holds a run of other models or prompts.
         EvaluationError: it cannot be read or written; also from every method that writes.
-        InputError: it holds something else, or nothing where there should be a run.
+        InputError: it holds something else, or nothing where there should be a run; or, to be read,
+            lacks its outcomes or the questions of some.
         MissingDependencyError: jinja2, which its report needs, is not installed.
     """
 
@@ -158,6 +160,22 @@ class RunFolder:
         if (path / JUDGEMENTS).exists():
             self.judgements = read_judgements(path / JUDGEMENTS)
         self.questions = _read_questions(path / QUESTIONS)
+        if manifest is None:
+            self._check_whole(path)
+
+    def _check_whole(self, path: Path) -> None:
+        """Refuse to report on less than was run."""
+        again = f"restore it, or run the same specrag eval again with --out {path}"
+        for name in (OUTCOMES, QUESTIONS):
+            if not (path / name).exists():
+                raise InputError(f"{path}: {name} is missing; {again}, which writes it anew")
+        known = {(one.dataset, one.id) for one in self.questions}
+        answered = {(one.dataset, one.id) for one in self.outcomes}
+        if lost := answered - known:
+            raise InputError(
+                f"{path / QUESTIONS}: lacks {len(lost)} of {len(answered)} questions that "
+                f"{OUTCOMES} answers; {again}, which adds them"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -297,12 +315,12 @@ class RunFolder:
         path = folder / _MANIFEST
         if not path.exists():
             if (folder / OUTCOMES).exists():
-                raise InputError(f"{folder}: holds {OUTCOMES} without {_MANIFEST}")
+                raise InputError(f"{folder}: holds {OUTCOMES} without {_MANIFEST}; {_REMEDY}")
             return None
         try:
             return Manifest.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{path}: not the manifest of a run ({error})") from None
+            raise InputError(f"{path}: not the manifest of a run ({error}); {_REMEDY}") from None
 
 
 def _line(question: Question) -> str:

@@ -186,7 +186,10 @@ def read_lines(path: Path, read: Callable[[Any], T], what: str) -> list[T]:
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines):
                 break  # the run was stopped in the middle of it
-            raise InputError(f"{path}:{number}: not {what} of specrag eval ({error})") from None
+            raise InputError(
+                f"{path}:{number}: not {what} of specrag eval ({error}); delete that line, and run "
+                "the same specrag eval again to replace it"
+            ) from None
     return found
 
 

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import re
+import reprlib
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,6 +56,9 @@ _ROLES: Mapping[str, Role] = {
     "assistant": "assistant",
     "agent": "assistant",
 }
+_ANSWERABLE = ("true", "answerable", "partial", "yes")
+_UNANSWERABLE = ("false", "unanswerable", "no")
+_KINDS: tuple[Kind, ...] = ("short", "label", "long")
 _COLON = re.compile(r":(?![^\[]*\])")  # not the one of a slice
 _INNER_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
@@ -173,6 +177,7 @@ class _Found:
     where: str
     row: Row
     evidence: Literal["passages", "documents", "snippets"] = "passages"
+    history: tuple[Message, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,8 +313,7 @@ def _labels(rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _named_labels(meta: Mapping[str, Any]) -> list[str]:
-    labels = meta.get("labels")
-    return [item for item in labels if isinstance(item, str)] if isinstance(labels, list) else []
+    return meta.get("labels") or []
 
 
 def _kind_of_texts(rows: Sequence[Row]) -> Kind:
@@ -322,10 +326,12 @@ def _kind_of_texts(rows: Sequence[Row]) -> Kind:
 
 def _stated_kind(rows: Sequence[Row]) -> Kind | None:
     """Return what most rows say themselves."""
-    words = Counter(str(row.meta.get("answer_kind", "")).casefold() for row in rows)
-    word = words.most_common(1)[0][0]
-    kinds: tuple[Kind, ...] = ("long", "label", "short")
-    return next((kind for kind in kinds if word.startswith(kind)), None)
+    kinds = Counter(_kind_named(row.meta.get("answer_kind")) for row in rows)
+    return kinds.most_common(1)[0][0]
+
+
+def _kind_named(word: Any) -> Kind | None:
+    return next((kind for kind in _KINDS if _plain_word(word).startswith(kind)), None)
 
 
 def _question(found: _Found, library: _Library, traits: _Traits) -> Question:
@@ -341,7 +347,7 @@ def _question(found: _Found, library: _Library, traits: _Traits) -> Question:
         kind=traits.kind,
         labels=traits.labels,
         gold=frozenset(_gold(passages)) if marked else None,
-        history=_history(row.meta.get("history")),
+        history=found.history,
     )
 
 
@@ -363,29 +369,52 @@ def _legible(passages: Sequence[Passage]) -> bool:
     return any(passage.text.strip() for passage in passages)
 
 
-def _history(turns: Any) -> tuple[Message, ...]:
-    """Read turns written as pairs or as messages; none where they are written otherwise."""
-    if not isinstance(turns, list):
+def _history(turns: Any, where: str) -> tuple[Message, ...]:
+    """Read turns written as pairs or as messages."""
+    if turns is None:
         return ()
-    pairs = [_turn(turn) for turn in turns]
-    messages = [Message(_ROLES[role], text) for role, text in pairs if role in _ROLES]
-    return tuple(messages) if len(messages) == len(turns) else ()
+    if not isinstance(turns, list):
+        raise InputError(f'{where}: "history" must be a list of turns, not {type(turns).__name__}')
+    return tuple(
+        _turn(turn, f'{where}: turn {number} of "history"')
+        for number, turn in enumerate(turns, start=1)
+    )
 
 
-def _turn(turn: Any) -> tuple[str, str]:
+def _turn(turn: Any, where: str) -> Message:
     if isinstance(turn, Mapping):
         turn = [turn.get("role", turn.get("speaker")), turn.get("content", turn.get("text"))]
     match turn:
-        case [str(role), str(text)]:
-            return role.casefold(), text
-    return "", ""
+        case [str(role), str(text)] if role.casefold() in _ROLES:
+            return Message(_ROLES[role.casefold()], text)
+        case [str(role), str()]:
+            raise InputError(
+                f"{where} has the role {reprlib.repr(role)}; give one of {', '.join(_ROLES)}"
+            )
+    raise InputError(f'{where} must be ["user", "…"] or {{"role": "user", "content": "…"}}')
 
 
 def _marked_unanswerable(meta: Mapping[str, Any]) -> bool:
-    answerable = meta.get("answerable", True)
-    if isinstance(answerable, str):
-        return answerable.strip().casefold() in ("unanswerable", "false", "no")
-    return not answerable
+    return _plain_word(meta.get("answerable")) in _UNANSWERABLE
+
+
+def _plain_word(value: Any) -> str:
+    return str(value).strip().casefold()
+
+
+def _check_meta(meta: Mapping[str, Any], where: str) -> None:
+    """Refuse what would be passed over, so that another question were asked than was meant."""
+    answerable, kind, labels = (meta.get(key) for key in ("answerable", "answer_kind", "labels"))
+    marks = (*_ANSWERABLE, *_UNANSWERABLE)
+    if answerable is not None and _plain_word(answerable) not in marks:
+        told = f'"answerable" must be one of {", ".join(marks)}, not {reprlib.repr(answerable)}'
+        raise InputError(f"{where}: {told}")
+    if kind is not None and _kind_named(kind) is None:
+        told = f'"answer_kind" must be one of {", ".join(_KINDS)}, not {reprlib.repr(kind)}'
+        raise InputError(f"{where}: {told}")
+    listed = isinstance(labels, list) and all(isinstance(label, str) for label in labels)
+    if labels is not None and not listed:
+        raise InputError(f'{where}: "labels" must be a list of strings, not {reprlib.repr(labels)}')
 
 
 # Formats: each turns its own record into one of ours
@@ -412,9 +441,15 @@ class _Format:
             return None
         evidence = line.pop("evidence", "passages")
         row = row_of(line, number, where)
+        _check_meta(row.meta, where)
         answers = dict.fromkeys(answer for answer in row.answers if answer.strip())
         kept = () if _marked_unanswerable(row.meta) else tuple(answers)
-        return _Found(where=where, row=replace(row, answers=kept), evidence=evidence)
+        return _Found(
+            where=where,
+            row=replace(row, answers=kept),
+            evidence=evidence,
+            history=_history(row.meta.get("history"), where),
+        )
 
 
 def _format_of(record: Mapping[str, Any], where: str) -> _Format:
@@ -428,7 +463,8 @@ def _format_of(record: Mapping[str, Any], where: str) -> _Format:
 
 def _ours(record: dict[str, Any]) -> dict[str, Any]:
     known = ("id", "question", "answers", "passages", "source", "meta")
-    if not _marked_unanswerable(record.get("meta") or {}):
+    meta = record.get("meta") or {}
+    if isinstance(meta, Mapping) and not _marked_unanswerable(meta):
         _ = record["answers"]  # without the key, a misspelt one would read as "unanswerable"
     return {"passages": [], **{key: record[key] for key in known if key in record}}
 
@@ -454,10 +490,10 @@ def _hotpot(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _musique(record: dict[str, Any]) -> dict[str, Any]:
-    answerable = record.get("answerable", True)
+    twin = "-unanswerable" if _marked_unanswerable(record) else ""
     return {
         # In the full set each question has an unanswerable twin of the same id.
-        "id": record["id"] if answerable else f"{record['id']}-unanswerable",
+        "id": f"{record['id']}{twin}" if twin else record["id"],
         "question": record["question"],
         "answers": _texts(record.get("answer"), record.get("answer_aliases")),
         "passages": [
@@ -469,7 +505,7 @@ def _musique(record: dict[str, Any]) -> dict[str, Any]:
             | ({"is_gold": paragraph["is_supporting"]} if "is_supporting" in paragraph else {})
             for paragraph in _objects(record["paragraphs"])
         ],
-        "meta": {"answerable": answerable},
+        "meta": {"answerable": record.get("answerable")},
     }
 
 

@@ -41,9 +41,9 @@ from specrag_integrations.usage import ModelRole, Price
 Json = dict[str, Any]
 BASELINE = "standard"
 MARGIN = 0.03
+"""As good as standard RAG: no more than 3 points below it, as far as the interval tells."""
 _ENOUGH = 20
 """Questions below which the spread that a sample size is figured from is a guess."""
-"""As good as standard RAG: no more than 3 points below it, as far as the interval tells."""
 _SHOWN_FAILURES = 30
 _JUDGED = ("faithfulness", "factual_correctness")
 _CURVE_QUESTIONS = 10
@@ -130,6 +130,7 @@ def _system(run: Compared, system: System, prices: Prices | None) -> Json:
         "bound": False,
         "questions": len(outcomes),
         "errors": sum(one.error is not None for one in outcomes),
+        "first_error": next((one.error for one in outcomes if one.error is not None), None),
         "accuracy": _dict(_share(one.right for one in judged)),
         "exact": _dict(_share(grades.exact for grades in graded)),
         "f1": _dict(mean_interval([grades.f1 for grades in graded])),
@@ -569,16 +570,26 @@ def _advice(row: Json) -> str:
     if against["verdict"] == "worse":
         return f"Standard RAG is better here; use it: {told}."
     if against["verdict"] == "inconclusive":
-        wanted = against["questions_needed"]
-        settled = f"; about {wanted:,} questions would settle whether it is as good within 3 points"
-        more = settled if wanted > number >= _ENOUGH else ""
-        advice = "" if faster else " Until then use standard RAG."
-        return f"Inconclusive: {told}{more}.{advice}"
+        return f"Inconclusive: {told}; {_open(against, faster=faster)}"
     if faster:
         return f"Use {name}: as good and faster: {told}."
     if speed is None:
         return f"As good, and nobody knows how fast: {told}; time it with --fresh."
     return f"Standard RAG is as good here; use it: {told}."
+
+
+def _open(against: Json, *, faster: bool) -> str:
+    """Return what would settle an open comparison, and what to do before that."""
+    wanted, number = against["questions_needed"], against["difference"]["n"]
+    meanwhile = "Meanwhile"
+    if number < _ENOUGH:
+        more = f"too few questions to say how many would settle it: ask at least {_ENOUGH}"
+    elif wanted <= number:
+        more = "nobody can say how many more questions would settle it"
+    else:
+        more = f"about {wanted:,} questions would settle whether it is as good within 3 points"
+        meanwhile = "Until then"
+    return f"{more}." if faster else f"{more}. {meanwhile} use standard RAG."
 
 
 def _merit(row: Json) -> tuple[bool, bool, float]:

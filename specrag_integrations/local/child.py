@@ -53,6 +53,9 @@ def _parameters(xllamacpp: Any, settings: dict[str, Any]) -> Any:
     parameters.model_alias = {settings["alias"]}
     parameters.hostnames = ["127.0.0.1"]
     parameters.port = 0  # any free one
+    # A request that its client has left ends with the batch at hand. With llama.cpp's 2048 tokens
+    # a small machine is busy for half a minute with what nobody waits for.
+    parameters.n_batch = 512
     parameters.n_parallel = settings["slots"]
     parameters.n_ctx = settings["context_tokens"] * settings["slots"]  # llama.cpp divides it
     if settings["threads"] is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self, TypedDict
 
+from specrag_integrations.confidence import Calibration
 from specrag_integrations.endpoint import Endpoint
 from specrag_integrations.errors import EndpointUnavailableError
 from specrag_integrations.local import DRAFTER, VERIFIER
@@ -14,6 +15,7 @@ from specrag_integrations.local.server import LlamaServer
 from specrag_integrations.local.weights import StrPath, is_known, resolve
 from specrag_integrations.options import checked_whole
 
+_CALIBRATION = Path(__file__).with_name("calibration.json")
 _VERIFIER_SLOTS = 2
 _REQUEST_SECONDS = 600.0  # a full context takes a small machine minutes
 
@@ -106,6 +108,16 @@ class EmbeddedPair:
         """Start both servers now; raises as `roles`."""
         _ = self.roles
         return self
+
+    @property
+    def calibration(self) -> Calibration:
+        """A calibration of the default pair and the default pipeline, to see what one does.
+
+        It is a demonstration: it was made by `specrag calibrate` from questions about Wikipedia,
+        which are not yours, and promises little, see `calibration.thresholds` and docs/results.md.
+        `SpeculativeRAG` refuses it by name with other weights, drafts or passages per draft.
+        """
+        return Calibration.load(_CALIBRATION)
 
     def close(self) -> None:
         """Close the connections and end the servers; a later use starts them again."""

@@ -132,6 +132,11 @@ def is_known(name_or_path: StrPath, *, registry: StrPath | None = None) -> bool:
         WeightsError: neither a known name nor a GGUF file.
     """
     known = weights_names(registry=registry)
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise WeightsError(
+            f"{name_or_path!r} is a {type(name_or_path).__name__}; give the path of a GGUF file, "
+            f"or one of the known weights: {', '.join(known)}"
+        )
     if os.fspath(name_or_path) in known:
         return True
     path = Path(name_or_path).expanduser()
