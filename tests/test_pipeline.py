@@ -33,6 +33,7 @@ from specrag_integrations.models import ChatReply, Message, assistant, user
 from specrag_integrations.portal import portal
 from specrag_integrations.prompts import draft_request
 from specrag_integrations.selection import Pool, Selection
+from specrag_integrations.verifier import UNASKED
 
 PASSAGES = [Passage(text=f"Fact number {n} is about river {n}.", id=f"p{n}") for n in range(10)]
 QUESTION = "Which river is meant?"
@@ -85,6 +86,19 @@ def make(server: ScriptedServer, **options: Any) -> SpeculativeRAG:
     defaults: dict[str, Any] = {"num_drafts": 4, "passages_per_draft": 2}
     options = {"drafter": endpoint, "verifier": endpoint, **defaults, **options}
     return SpeculativeRAG(**{"partitioner": RankStratified(), **options})
+
+
+def test_an_answer_that_the_verifier_was_not_asked_about_is_noted(scripted: Scripted) -> None:
+    """Without log-probabilities, drafts that all agree leave it nothing to choose from."""
+    drafter = scripted("Rationale: it says so [1].\nAnswer: river 1")
+    verifier = scripted("Yes", drops=("logprobs", "top_logprobs"))
+    rag = make(drafter, verifier=Endpoint(verifier.base_url))
+
+    answer = rag.ask(QUESTION, PASSAGES)
+
+    assert (answer.text, answer.tier) == ("river 1", "choice")
+    assert UNASKED in answer.trace.notes
+    assert not any(step.kind == "verify" and step.attempts for step in answer.usage.steps)
 
 
 def test_the_draft_the_verifier_trusts_most_is_the_answer(scripted: Scripted) -> None:

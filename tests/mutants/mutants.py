@@ -3416,4 +3416,40 @@ MUTANTS = [
         "secrets=secrets_within(self.runnable),",
         "secrets=(),",
     ),
+    # ---------------------------------------------------------------- a newcomer's finds
+    mutant(
+        "an answer that nobody verified passes for the verifier's pick",
+        OWN,
+        "verifier: pipeline::an_answer_that_the_verifier_was_not_asked_about_is_noted",
+        "        return (UNASKED,)",
+        "        return ()",
+    ),
+    mutant(
+        "rounding makes coefficients of a million millions",
+        OWN,
+        "evaluation/calibrating: eval_calibrating::a_spread_of_nothing_but_rounding_is_none",
+        "varies = deviation > _ROUNDING * np.maximum(1.0, np.abs(middle))",
+        "varies = deviation > 0",
+    ),
+    mutant(
+        "a report is made of a folder that lost its questions",
+        OWN,
+        "evaluation/folder: eval_summary::a_folder_that_lost_a_file_is_not_reported_on",
+        "        if manifest is None:\n            self._check_whole(path)",
+        "        if manifest is None:\n            pass",
+    ),
+    mutant(
+        "an answerable question without the mark counts as unanswerable",
+        OWN,
+        "evaluation/questions: eval_questions::nulls_are_not_given",
+        "if answerable is not None and _plain_word",
+        "if _plain_word",
+    ),
+    mutant(
+        "LlamaIndex: a misspelt option of an EndpointLLM is dropped",
+        OWN,
+        "llama_index/llms: llama_index_llms::what_a_call_cannot_take_is_refused",
+        "if unknown:",
+        "if False:",
+    ),
 ]
