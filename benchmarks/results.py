@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 from specrag_integrations import display
 from specrag_integrations.evaluation.intervals import (
@@ -74,6 +74,29 @@ def beside(run: Compared, system: str, other: str) -> None:
     assert found is not None  # noqa: S101 - there are questions
     told = f"{_points(found)}, {found.wins} won, {found.losses} lost"
     print(f"{system} against {other}: {told}")
+
+
+def moved(run: Compared, system: str, other: str) -> None:
+    """Print by how much the scores of drafts that both wrote differ, beside what decides."""
+    differences, margins = [], []
+    for ours, theirs in zip(run.of(system), run.of(other), strict=True):
+        if ours.tier != theirs.tier:
+            continue
+        best: dict[int | None, float] = {}  # by answer
+        for one, another in zip(ours.drafts, theirs.drafts, strict=False):
+            if one.value is None or another.value is None:
+                continue
+            best[one.group] = max(one.value, best.get(one.group, -math.inf))
+            if (one.ranks, one.words, one.right) == (another.ranks, another.words, another.right):
+                differences.append(abs(one.value - another.value))
+        first, *others = sorted(best.values(), reverse=True) or [0.0]
+        margins += [first - other for other in others[:1]]
+    if differences and margins:
+        print(
+            f"{system} and {other}: scores of {len(differences)} drafts alike in both differ by "
+            f"{fmean(differences):.3f} nats in the mean, the two best answers of a question by "
+            f"{median(margins):.3f} in the median"
+        )
 
 
 def _points(found: Difference) -> str:
@@ -157,6 +180,7 @@ def main(arguments: Sequence[str]) -> None:
     drafting = [system.name for system in systems if system.drafts]
     for system in drafting[1:]:
         beside(run, drafting[0], system)
+        moved(run, drafting[0], system)
     for system in systems:
         if system.num_drafts > 1:
             reweighted(run, system.name)
