@@ -14,6 +14,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from heapq import nlargest
 from pathlib import Path
 from statistics import fmean, median
 
@@ -89,8 +90,9 @@ def moved(run: Compared, system: str, other: str) -> None:
             best[one.group] = max(one.value, best.get(one.group, -math.inf))
             if (one.ranks, one.words, one.right) == (another.ranks, another.words, another.right):
                 differences.append(abs(one.value - another.value))
-        first, *others = sorted(best.values(), reverse=True) or [0.0]
-        margins += [first - other for other in others[:1]]
+        if len(best) > 1:
+            first, second = nlargest(2, best.values())
+            margins.append(first - second)
     if differences and margins:
         print(
             f"{system} and {other}: scores of {len(differences)} drafts alike in both differ by "

@@ -28,10 +28,9 @@ from specrag_integrations.drafts import Draft, FailedDraft
 from specrag_integrations.events import Event
 from specrag_integrations.local.weights import Weights
 from specrag_integrations.passages import Passage
-from specrag_integrations.scores import Score
+from specrag_integrations.scores import UNASKED, Score
 from specrag_integrations.subsets import Subset
 from specrag_integrations.usage import ModelRole
-from specrag_integrations.verifier import UNASKED
 
 if TYPE_CHECKING:  # only the doctor and the evaluation need what these import
     from specrag_integrations.doctor import Checkup, Diagnosis
@@ -41,6 +40,7 @@ if TYPE_CHECKING:  # only the doctor and the evaluation need what these import
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _SHORT = 160
+_SHORTER = 100
 _SAME_TIME = 1.05
 """Below this ratio two times are called the same."""
 _CHECK = "the verifier's log P(Yes) to whether the answer is the correct one"
@@ -635,13 +635,10 @@ def show_evaluation(out: Console, summary: Mapping[str, Any]) -> None:
     show_closing(out, summary["recommendation"])
 
 
-_REASON_WIDTH = 100
-
-
 def _told_of_failures(row: Mapping[str, Any]) -> str:
     told = f"{row['name']}: {row['errors']} of {row['questions']} questions failed"
     first = "at first: " if row["errors"] > 1 else ""
-    return f"{told}, and count as wrong ({first}{one_line(row['first_error'], _REASON_WIDTH)})"
+    return f"{told}, and count as wrong ({first}{one_line(row['first_error'], _SHORTER)})"
 
 
 def _set(one: Mapping[str, Any]) -> str:

@@ -70,6 +70,8 @@ TIERS: Mapping[TierName, TierFacts] = {
 """From the most telling to the least."""
 ASKING: tuple[TierName, ...] = tuple(name for name, facts in TIERS.items() if facts.per_draft)
 """The tiers that ask the verifier about one draft at a time: what a trial can tell about."""
+UNASKED = "the drafts give one answer only: the verifier was not asked about it"
+"""The note of a pick where there was no choice: nobody's word on the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +239,8 @@ class Verdict:
     """What failed, where a request did."""
     thinking: bool = False
     """The verifier thinks aloud before it answers."""
+    note: str = ""
+    """What a reader of the trace must know of it."""
     count: TokenCount = field(default_factory=TokenCount)
     model: str | None = None
     seconds: float = 0.0

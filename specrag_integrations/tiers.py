@@ -40,7 +40,7 @@ from specrag_integrations.prompts import (
     draft_text,
     letters,
 )
-from specrag_integrations.scores import Scoring, TierName, Verdict
+from specrag_integrations.scores import UNASKED, Scoring, TierName, Verdict
 from specrag_integrations.spans import Span, SpanLogprob, span_logprob, without_thinking
 
 _ALTERNATIVES = 20
@@ -224,7 +224,7 @@ class Choice:
         """Ask for the letter in two orders; return how often each draft's answer was picked."""
         options = distinct(drafts)
         if len(options) == 1:
-            return [Verdict(terms={"pick": 1.0})] * len(drafts)
+            return [Verdict(terms={"pick": 1.0}, note=UNASKED)] * len(drafts)
         picks: list[str] = []
         asked = Verdict()
         for turn, order in enumerate((options, rotated(options))):

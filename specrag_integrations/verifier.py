@@ -36,7 +36,6 @@ log = logging.getLogger("specrag_integrations")
 
 Report = Callable[[Score], None]
 
-UNASKED = "the drafts give one answer only: the verifier was not asked about it"
 _STRIKES = 3
 """Consecutive questions that a tier told nothing about before it is given up."""
 
@@ -256,15 +255,8 @@ class Verification:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of the trace must know of how the drafts were scored."""
-        return (*(self._known.notes if self._known else ()), *self._descents, *self._unasked)
-
-    @property
-    def _unasked(self) -> tuple[str, ...]:
-        """Say so where there was no choice: its pick is nobody's word on the answer."""
-        verdicts = self._current_verdicts
-        if self.tier != "choice" or not verdicts or any(one.attempts for one in verdicts):
-            return ()
-        return (UNASKED,)
+        told = dict.fromkeys(one.note for one in self._current_verdicts if one.note)
+        return (*(self._known.notes if self._known else ()), *self._descents, *told)
 
     @property
     def _known(self) -> Plan | None:

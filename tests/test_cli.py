@@ -530,17 +530,11 @@ def test_one_line_is_one_line() -> None:
 
 def test_wrong_usage_is_one_line(rows: Path, docs: Path) -> None:
     """What cannot be meant is refused at once with exit code 2."""
+    one = "give either --docs PATH … or --passages FILE"
     for arguments, said in {
         ("ask", "", "--docs", docs): "question is empty",
-        ("ask", "q"): "give either --docs PATH … or --passages FILE",
-        (
-            "ask",
-            "q",
-            "--docs",
-            docs,
-            "--passages",
-            rows,
-        ): "give either --docs PATH … or --passages FILE",
+        ("ask", "q"): one,
+        ("ask", "q", "--docs", docs, "--passages", rows): one,
         ("ask", "--docs", docs): "QUESTION",
         ("ask", "two", "words", "--passages", rows): "quote it",
         ("ask", "q", "--docs", docs, "--id", "1"): "--id",

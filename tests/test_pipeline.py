@@ -32,8 +32,8 @@ from specrag_integrations.drafts import Draft, FailedDraft
 from specrag_integrations.models import ChatReply, Message, assistant, user
 from specrag_integrations.portal import portal
 from specrag_integrations.prompts import draft_request
+from specrag_integrations.scores import UNASKED
 from specrag_integrations.selection import Pool, Selection
-from specrag_integrations.verifier import UNASKED
 
 PASSAGES = [Passage(text=f"Fact number {n} is about river {n}.", id=f"p{n}") for n in range(10)]
 QUESTION = "Which river is meant?"

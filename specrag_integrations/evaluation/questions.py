@@ -490,10 +490,10 @@ def _hotpot(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _musique(record: dict[str, Any]) -> dict[str, Any]:
-    twin = "-unanswerable" if _marked_unanswerable(record) else ""
+    twin = _marked_unanswerable(record)
     return {
         # In the full set each question has an unanswerable twin of the same id.
-        "id": f"{record['id']}{twin}" if twin else record["id"],
+        "id": f"{record['id']}-unanswerable" if twin else record["id"],
         "question": record["question"],
         "answers": _texts(record.get("answer"), record.get("answer_aliases")),
         "passages": [

@@ -91,11 +91,10 @@ class LlamaServer:
         Raises:
             EndpointUnavailableError: the server was not started, or has ended; with its last words.
         """
-        if self._child is None:
-            raise self._failure("is not started, or was closed")
-        if not self._child.alive:
+        child = self._launched()
+        if not child.alive:
             raise self._failure("has ended")
-        return f"{self._child.address}/v1"
+        return f"{child.address}/v1"
 
     def start(self) -> Self:
         """Start the server and wait until it serves; one that runs is left alone.
@@ -119,10 +118,9 @@ class LlamaServer:
 
     def wait(self) -> Self:
         """Wait until the launched server serves; raises as `start`."""
-        if self._child is None:
-            raise self._failure("is not started, or was closed")
+        child = self._launched()
         try:
-            self._child.wait_for_address(self._start_timeout)
+            child.wait_for_address(self._start_timeout)
         except BaseException as error:
             failure = self._failure(str(error))
             self.stop()
@@ -147,6 +145,11 @@ class LlamaServer:
         traceback: TracebackType | None,
     ) -> None:
         self.stop()
+
+    def _launched(self) -> "_Child":
+        if self._child is None:
+            raise self._failure("is not started, or was closed")
+        return self._child
 
     def _failure(self, what: str) -> EndpointUnavailableError:
         words = self._child.last_words() if self._child else ""

@@ -3420,9 +3420,9 @@ MUTANTS = [
     mutant(
         "an answer that nobody verified passes for the verifier's pick",
         OWN,
-        "verifier: pipeline::an_answer_that_the_verifier_was_not_asked_about_is_noted",
-        "        return (UNASKED,)",
-        "        return ()",
+        "tiers: pipeline::an_answer_that_the_verifier_was_not_asked_about_is_noted",
+        'Verdict(terms={"pick": 1.0}, note=UNASKED)',
+        'Verdict(terms={"pick": 1.0})',
     ),
     mutant(
         "rounding makes coefficients of a million millions",
