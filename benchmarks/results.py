@@ -108,10 +108,11 @@ def _points(found: Difference) -> str:
 
 def reweighted(run: Compared, system: str) -> None:
     """Print how well other weights would have chosen among a system's drafts."""
-    first, _ = halves(run)
+    first, second = halves(run)
+    parts = {"all": run.questions, "first half": first, "second half": second}.items()
     for name, weights in WEIGHTS.items():
         told = []
-        for part, questions in (("all", run.questions), ("first half", first)):
+        for part, questions in parts:
             outcomes = [run.by_system[system][one.dataset, one.id] for one in questions]
             found = selection_efficiency([_pool(one, weights) for one in outcomes])
             if found is not None:
