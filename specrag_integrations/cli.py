@@ -811,6 +811,7 @@ def _prices(given: Sequence[str]) -> Prices | None:
             message = f"--price {one!r} must read like verifier=0.60:0.80 or drafter=1.20/h"
             raise click.UsageError(message, click.get_current_context())
         role = cast("ModelRole", found["role"])
+        _or_usage(wrong=role in prices, message=f"--price names {role} twice: give it one price")
         if found["hour"]:
             prices[role] = HourPrice(hour=float(found["hour"]))
         else:

@@ -7,6 +7,7 @@ application brings its own. The format of the JSONL is described in `docs/passag
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import unicodedata
@@ -24,6 +25,8 @@ from specrag_integrations.passages import Passage
 
 if TYPE_CHECKING:
     from bm25s import BM25
+
+log = logging.getLogger("specrag_integrations")
 
 WORDS_PER_PASSAGE = 120
 
@@ -86,7 +89,8 @@ def read_documents(paths: Iterable[str | os.PathLike[str]]) -> list[Passage]:
 
     A `.txt` or `.md` file is one document; its title is its first heading, or its name. Each line
     of a `.jsonl` file is one, an object with "text" and optionally "title" and "id". Folders are
-    read recursively, in the order of the names, without hidden and other files.
+    read recursively, in the order of the names, without hidden files. Files of other kinds and
+    empty ones in them are passed over, and a warning in the log counts them.
 
     A passage's id is `path#n`, the path relative to the folder given and n counting from 1; in a
     `.jsonl` the document's own id, or `path:line`, takes the place of the path. The metadata holds
@@ -203,11 +207,12 @@ def _files(paths: Iterable[Path]) -> list[tuple[Path, str]]:
     for given in paths:
         with _io_errors(given):
             if given.is_dir():
-                found = [(path, path.relative_to(given).as_posix()) for path in _inside(given)]
+                readable = _readable(given, list(_inside(given)))
+                found = [(path, path.relative_to(given).as_posix()) for path in readable]
             else:
                 found = [(_known_file(given), given.name)]
         if not found:
-            raise InputError(f"{given}: this folder holds no {_kinds()} file; give another folder")
+            raise InputError(f"{given}: this folder holds no {_kinds()} file with text")
         for path, name in found:
             files.setdefault(path.resolve(), (path, name))
     if not files:
@@ -223,8 +228,26 @@ def _inside(folder: Path) -> Iterator[Path]:
             # A link to a folder could lead back up and never end.
             if not entry.is_symlink():
                 yield from _inside(entry)
-        elif entry.suffix.lower() in _SUFFIXES and not entry.is_fifo():  # reading one waits
+        elif not entry.is_fifo():  # reading one waits
             yield entry
+
+
+def _readable(folder: Path, found: Sequence[Path]) -> list[Path]:
+    """Return the files of a kind that can be read, and say what else there was."""
+    passed_over: Counter[str] = Counter()
+    readable = []
+    for path in found:
+        suffix = path.suffix.lower()
+        if suffix not in _SUFFIXES:
+            passed_over[suffix or "without a suffix"] += 1
+        elif path.stat().st_size == 0:
+            passed_over[f"{suffix}, empty"] += 1
+        else:
+            readable.append(path)
+    if passed_over:
+        kinds = "; ".join(f"{count} {kind}" for kind, count in sorted(passed_over.items()))
+        log.warning("%s: files passed over: %s. %s are read.", folder, kinds, _kinds(" and "))
+    return readable
 
 
 def _known_file(path: Path) -> Path:
@@ -238,8 +261,8 @@ def _known_file(path: Path) -> Path:
     return path
 
 
-def _kinds() -> str:
-    return f"{', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}"
+def _kinds(joint: str = " or ") -> str:
+    return f"{', '.join(_SUFFIXES[:-1])}{joint}{_SUFFIXES[-1]}"
 
 
 def _named(files: Sequence[tuple[Path, str]]) -> Iterator[tuple[Path, str]]:

@@ -151,6 +151,35 @@ def test_a_folder_is_read_recursively_in_order(tmp_path: Path) -> None:
     ]
 
 
+def test_what_a_folder_does_not_yield_is_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An empty note does not refuse a folder, nor do reports in PDF go missing in silence."""
+    for name in ("a.pdf", "in/b.PDF", "in/c.docx", "NOTES"):
+        write(tmp_path / name, b"x")
+    write(tmp_path / "d.md", b"")
+    write(tmp_path / "e.md", "Text.")
+
+    assert [passage.id for passage in read_documents([tmp_path])] == ["e.md#1"]
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{tmp_path}: files passed over: 1 .docx; 1 .md, empty; 2 .pdf; 1 without a suffix."
+        " .txt, .md and .jsonl are read."
+    )
+
+
+def test_a_folder_that_is_read_whole_warns_of_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hidden files are nobody's documents."""
+    write(tmp_path / "a.md", "Text.")
+    write(tmp_path / ".DS_Store", b"x")
+
+    read_documents([tmp_path])
+
+    assert not caplog.records
+
+
 def test_metadata_tells_where_a_passage_stood(tmp_path: Path) -> None:
     """Path and position, counted from 1."""
     path = write(tmp_path / "wall.txt", _SENTENCE * 30)
@@ -257,8 +286,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_documents_is_an_error(tmp_path: Path) -> None:
-    """Other files do not count."""
+    """Other files do not count, nor do empty ones."""
     write(tmp_path / "a.png", b"x")
+    write(tmp_path / "b.md", b"")
 
     assert "holds no .txt, .md or .jsonl file" in error_of(read_documents, [tmp_path])
 

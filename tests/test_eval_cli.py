@@ -199,6 +199,7 @@ def test_prices_are_added_up(scripted: Scripted, data: Path, tmp_path: Path) -> 
         (["--systems", "speculativ"], "'speculativ' is unknown"),
         (["--price", "verifier=cheap"], "must read like verifier=0.60:0.80"),
         (["--price", "judge=1:1"], "must read like"),
+        (["--price", "verifier=1:1", "--price", "verifier=2/h"], "names verifier twice"),
         (["--top", "3"], "--top goes with --docs"),
         (["--systems", "speculative+calibrated", "--calibration", "none.json"], "none.json"),
         (["--calibration", "none.json"], "goes with a system that is +calibrated"),

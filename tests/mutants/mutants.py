@@ -3452,4 +3452,11 @@ MUTANTS = [
         "if unknown:",
         "if False:",
     ),
+    mutant(
+        "PDFs in a folder go missing in silence",
+        OWN,
+        "documents: documents::what_a_folder_does_not_yield_is_counted",
+        "if passed_over:",
+        "if False:",
+    ),
 ]

@@ -3,6 +3,8 @@
 
 A mutant is killed when pytest reports a failed test (exit code 1). Anything else pytest may say, a
 text that is not found exactly once, and a test that fails on the unchanged package are errors.
+A mutant that was not killed is tried once more, alone: a defect that shows by chance, such as a
+race, may stay hidden in one run, and is told apart from one that no test notices.
 
     python tests/mutants/run.py [part of a name …]
 """
@@ -101,7 +103,7 @@ def killed(mutant: Mutant) -> tuple[bool, str]:
     if code == FAILED:
         return True, f"killed    {what}"
     if code == 0:
-        return False, f"SURVIVED  {what}"
+        return False, f"SURVIVED  {what}: {said.strip().splitlines()[-1]}"
     return False, f"ERROR     {what}: pytest ended with {code}\n{said[-2000:]}"
 
 
@@ -140,13 +142,19 @@ def main(parts: Sequence[str]) -> int:
         return 2
     if not unchanged_passes(mutants):
         return 2
-    count = 0
+    doubtful = []
     with ThreadPoolExecutor(PROCESSES) as pool:
-        for dead, line in pool.map(killed, mutants):
+        for mutant, (dead, line) in zip(mutants, pool.map(killed, mutants), strict=True):
             print(line, flush=True)
-            count += dead
-    print(f"{count}/{len(mutants)} killed")
-    return 0 if count == len(mutants) else 1
+            if not dead:
+                doubtful.append((mutant, line))
+    alive = 0
+    for mutant, first in doubtful:  # at the end, where a log that is cut still shows it
+        dead, second = killed(mutant)
+        alive += not dead
+        print(f"tried twice:\n  {first}\n  {second}", flush=True)
+    print(f"{len(mutants) - alive}/{len(mutants)} killed")
+    return 1 if alive else 0
 
 
 if __name__ == "__main__":
