@@ -122,6 +122,22 @@ def reweighted(run: Compared, system: str) -> None:
             print(f"{system}, chosen by {name}: efficiency {', '.join(told)}")
 
 
+def together(run: Compared, systems: Sequence[str]) -> None:
+    """Print what other weights would have made of several systems, each question counted once."""
+
+    def right(weights: Mapping[str, float]) -> list[float]:
+        pools = zip(
+            *([_pool(one, weights) for one in run.of(name)] for name in systems), strict=True
+        )
+        return [fmean(bool(pool.selected) for pool in of_question) for of_question in pools]
+
+    theirs = right(WEIGHTS["reflection"])
+    for name in ("reflection + draft", "reflection + draft_rationale"):
+        found = paired_difference(right(WEIGHTS[name]), theirs)
+        assert found is not None  # noqa: S101 - there are questions
+        print(f"{len(systems)} systems together, chosen by {name} instead: {_points(found)}")
+
+
 def _pool(outcome: Outcome, weights: Mapping[str, float]) -> PoolRights:
     drafts = [one for one in outcome.choices if weights.keys() <= one.terms.keys()]
     best = max(drafts, key=lambda d: sum(w * d.terms[t] for t, w in weights.items()), default=None)
@@ -184,9 +200,11 @@ def main(arguments: Sequence[str]) -> None:
     for system in drafting[1:]:
         beside(run, drafting[0], system)
         moved(run, drafting[0], system)
-    for system in systems:
-        if system.num_drafts > 1:
-            reweighted(run, system.name)
+    chosen = [system.name for system in systems if system.num_drafts > 1]
+    for name in chosen:
+        reweighted(run, name)
+    if len(chosen) > 1:
+        together(run, chosen)
 
 
 if __name__ == "__main__":
