@@ -55,6 +55,8 @@ _HEADING = re.compile(r"^```.*?^```|^# +(\S[^\n]*)", re.MULTILINE | re.DOTALL)
 
 _IDS_SHOWN = 5
 
+_BLANK = 4096  # bytes: a larger file is not looked through for text before it is read
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -224,10 +226,8 @@ def _inside(folder: Path) -> Iterator[Path]:
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith("."):
             continue
-        if entry.is_dir():
-            # A link to a folder could lead back up and never end.
-            if not entry.is_symlink():
-                yield from _inside(entry)
+        if entry.is_dir() and not entry.is_symlink():
+            yield from _inside(entry)
         elif not entry.is_fifo():  # reading one waits
             yield entry
 
@@ -238,9 +238,11 @@ def _readable(folder: Path, found: Sequence[Path]) -> list[Path]:
     readable = []
     for path in found:
         suffix = path.suffix.lower()
-        if suffix not in _SUFFIXES:
+        if path.is_dir():  # a link: it could lead back up and never end
+            passed_over["linked folder"] += 1
+        elif suffix not in _SUFFIXES:
             passed_over[suffix or "without a suffix"] += 1
-        elif path.stat().st_size == 0:
+        elif path.stat().st_size < _BLANK and not path.read_bytes().strip():
             passed_over[f"{suffix}, empty"] += 1
         else:
             readable.append(path)
@@ -409,6 +411,11 @@ def row_of(record: dict[str, Any], number: int, where: str) -> Row:
     answers = _list(record.get("answers", []), "answers", where)
     if not all(isinstance(answer, str) for answer in answers):
         raise InputError(f'{where}: "answers" must hold strings only')
+    if answers and not any(answer.strip() for answer in answers):
+        raise InputError(
+            f'{where}: "answers" holds nothing but white space; write the '
+            "answer, or [] where there is none"
+        )
     if "passages" not in record:
         raise InputError(f'{where}: "passages" is missing; give a list, which may be empty')
     passages = _list(record["passages"], "passages", where)

@@ -27,7 +27,7 @@ from specrag_integrations.options import checked_question
 from specrag_integrations.passages import Passage, Usable, usable_passages
 from specrag_integrations.portal import portal
 
-History = Sequence[Message | Mapping[str, str]]
+History = Sequence[Message | Mapping[str, str]] | None
 Passages = Iterable[Passage | str]
 
 
@@ -222,6 +222,8 @@ def checked_history(history: History) -> tuple[Message, ...]:
         InputError: a turn is neither a `Message` nor a dict with role and content.
     """
     turns: list[Message] = []
+    if history is None:
+        return ()
     if not isinstance(history, Iterable) or isinstance(history, str | Mapping):
         raise InputError(f"history must be a list of turns, not a {type(history).__name__}")
     for turn in history:

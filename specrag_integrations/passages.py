@@ -86,6 +86,10 @@ def usable_passages(items: Iterable[Passage | str]) -> Usable:
             raise InputError(
                 f"passage {rank}: title is a {type(passage.title).__name__}; give a str or None"
             )
+        if not isinstance(passage.metadata, Mapping):
+            raise InputError(
+                f"passage {rank}: metadata is a {type(passage.metadata).__name__}; give a dict"
+            )
         key = (_normal(passage.title or ""), _normal(passage.text))
         if not key[1]:
             dropped.append(f"passage {rank} {passage.label}: empty")

@@ -70,7 +70,7 @@ TIERS: Mapping[TierName, TierFacts] = {
 """From the most telling to the least."""
 ASKING: tuple[TierName, ...] = tuple(name for name, facts in TIERS.items() if facts.per_draft)
 """The tiers that ask the verifier about one draft at a time: what a trial can tell about."""
-UNASKED = "the drafts give one answer only: the verifier was not asked about it"
+UNASKED = "the drafts give one answer only: no verifier has judged it"
 """The note of a pick where there was no choice: nobody's word on the answer."""
 
 

@@ -36,7 +36,7 @@ from specrag_integrations.models import (
     Step,
     StepKind,
 )
-from specrag_integrations.options import checked_whole
+from specrag_integrations.options import check_model, checked_whole
 from specrag_integrations.passages import Passage, Usable
 from specrag_integrations.prompts import Template, answer_messages, checked_template
 from specrag_integrations.spans import without_thinking
@@ -104,7 +104,7 @@ async def in_time(
         if not scope.expired():
             raise
         raise NoAnswerError(
-            f"no answer within the deadline: {model.name} was still writing",
+            f"no answer within the deadline: {model.name} had not answered in full",
             reason=NoAnswerReason.DEADLINE,
         ) from error
     except EndpointError as error:
@@ -139,6 +139,7 @@ class StandardRAG(Engine):
         max_tokens: int = 256,
         deadline: float | None = None,
     ) -> None:
+        check_model("model", model)
         super().__init__(models=[model], deadline=deadline)
         self.model = model
         if template is not None and instructions is not None:

@@ -328,7 +328,7 @@ def test_an_answer_that_nobody_verified_is_told(
     plain = " ".join(text.split())
     assert "tier choice: the drafts give one answer only: the verifier was not asked" in plain
     assert "pick" not in plain
-    assert any("was not asked about it" in note for note in told["trace"]["notes"])
+    assert any("no verifier has judged it" in note for note in told["trace"]["notes"])
 
 
 # -------------------------------------------------------------------- what is shown

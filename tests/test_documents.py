@@ -158,12 +158,15 @@ def test_what_a_folder_does_not_yield_is_counted(
     for name in ("a.pdf", "in/b.PDF", "in/c.docx", "NOTES"):
         write(tmp_path / name, b"x")
     write(tmp_path / "d.md", b"")
+    write(tmp_path / "blank.md", b" \n")
     write(tmp_path / "e.md", "Text.")
+    (tmp_path / "loop").symlink_to(tmp_path)
 
     assert [passage.id for passage in read_documents([tmp_path])] == ["e.md#1"]
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"{tmp_path}: files passed over: 1 .docx; 1 .md, empty; 2 .pdf; 1 without a suffix."
+        f"{tmp_path}: files passed over: 1 .docx; 2 .md, empty; 2 .pdf; 1 linked folder;"
+        " 1 without a suffix."
         " .txt, .md and .jsonl are read."
     )
 
@@ -476,6 +479,7 @@ def test_the_least_row_is_read(tmp_path: Path) -> None:
         (row(question=...), '"question" is missing'),
         (row(question=1), '"question" must be a string, not int'),
         (row(question=" "), '"question" is empty'),
+        (row(answers=["", " "]), '"answers" holds nothing but white space'),
         (row(passages=...), '"passages" is missing'),
         (row(passages={"text": "x"}), '"passages" must be a list'),
         (row(passages=["x", {"id": "p"}]), 'passage 2: "text" is missing'),

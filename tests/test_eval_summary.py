@@ -428,6 +428,15 @@ def test_more_questions_than_a_trial_takes_may_settle_nothing() -> None:
     )
 
 
+def test_standard_rag_alone_is_compared_with_nothing() -> None:
+    """Which rule judges answers is not what lacks."""
+    outcomes = [outcome("standard", n, True) for n in range(30)]
+    told = summary_of(outcomes, "standard", 30)["recommendation"]
+    assert (
+        told == "No recommendation: no form of Speculative RAG is among the systems asked so far."
+    )
+
+
 def test_a_system_that_always_fell_back_is_not_recommended() -> None:
     """It is standard RAG by another name."""
     outcomes = [outcome("standard", n, True) for n in range(30)]

@@ -828,6 +828,7 @@ def test_a_draft_is_asked_for_in_the_last_user_turn() -> None:
         (QUESTION, [3], "passage 0 is a int"),
         (QUESTION, None, "must be a list"),
         (QUESTION, [Passage(text="a", title=3)], "title is a int"),  # type: ignore[arg-type]
+        (QUESTION, [Passage(text="a", metadata=5)], "metadata is a int"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_input_is_named(

@@ -187,8 +187,11 @@ class WholeReply:
     def __eq__(self, other: object) -> bool:
         return self is other
 
+    async def chat(self, request: Any, *, step: Any) -> ChatReply:
+        return ChatReply(text="Ada Lund [1]", finish_reason="stop")
+
     async def stream(self, request: Any, *, step: Any) -> Any:
-        yield ChatDelta(reply=ChatReply(text="Ada Lund [1]", finish_reason="stop"))
+        yield ChatDelta(reply=await self.chat(request, step=step))
 
     async def capabilities(self) -> Capabilities:
         return Capabilities()
@@ -262,6 +265,22 @@ def test_wrong_options_are_refused(server: ScriptedServer, options: dict[str, An
     """The error comes at construction."""
     with pytest.raises(ConfigurationError):
         StandardRAG(Endpoint(server.base_url), **options)
+
+
+@pytest.mark.parametrize("model", [None, "http://127.0.0.1:9", Endpoint])
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    """An address alone is not one; the remedy is named."""
+    with pytest.raises(ConfigurationError, match=r"model must be .* write Endpoint\(base_url"):
+        StandardRAG(model)
+
+
+def test_no_history_may_be_none(server: ScriptedServer) -> None:
+    """As with the other options that may be left out."""
+    with StandardRAG(Endpoint(server.base_url)) as rag:
+        rag.ask("Question?", ["A passage."], history=None)
+        rag.ask("Question?", ["A passage."])
+    first, second = server.chats
+    assert first["messages"] == second["messages"]
 
 
 def test_an_apps_own_prompt_is_checked_and_takes_no_instructions(server):

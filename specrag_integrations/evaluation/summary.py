@@ -546,7 +546,9 @@ def recommendation(summary: Json) -> str:
     if BASELINE not in rows:
         return f"No recommendation: {BASELINE} is not among the systems, so nothing is compared."
     ours = [row for row in summary["systems"] if row["name"].startswith("speculative")]
-    if ours and all(row["fallback"] == 1 for row in ours):
+    if not ours:
+        return "No recommendation: no form of Speculative RAG is among the systems asked so far."
+    if all(row["fallback"] == 1 for row in ours):
         return "No recommendation: Speculative RAG fell back to standard RAG on every question."
     ours = [r for r in ours if r["against_standard"]["difference"] and r["fallback"] != 1]
     if not ours:
