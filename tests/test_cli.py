@@ -326,7 +326,7 @@ def test_an_answer_that_nobody_verified_is_told(
     told = json.loads(specrag("ask", "--passages", rows, *roles, "--json").stdout)
 
     plain = " ".join(text.split())
-    assert "tier choice: the drafts give one answer only: the verifier was not asked" in plain
+    assert "tier choice: the drafts give one answer only: no verifier has judged it" in plain
     assert "pick" not in plain
     assert any("no verifier has judged it" in note for note in told["trace"]["notes"])
 
@@ -726,7 +726,14 @@ def test_ctrl_c_while_a_server_is_asked(server: ScriptedServer, rows: Path) -> N
     assert server.wait_for(lambda s: s.aborted == 5)
 
 
+@pytest.fixture(scope="module")
+def smol() -> None:
+    """Fetch the weights first: on a fresh machine the command would still be fetching them."""
+    specrag("models", "pull", SMOL[1])
+
+
 @pytest.mark.embedded
+@pytest.mark.usefixtures("smol")
 def test_ctrl_c_while_models_load(rows: Path) -> None:
     """The servers end with the command."""
     said, children = interrupted("ask", "--passages", rows, *SMOL, when=descendants)
@@ -736,6 +743,7 @@ def test_ctrl_c_while_models_load(rows: Path) -> None:
 
 
 @pytest.mark.embedded
+@pytest.mark.usefixtures("smol")
 def test_ctrl_c_while_an_embedded_model_writes(rows: Path) -> None:
     """The servers end with the command, also in the middle of a draft."""
 

@@ -504,7 +504,9 @@ def test_at_the_deadline_a_draft_below_min_confidence_does_not_win(scripted: Scr
 @pytest.mark.parametrize("way", WAYS)
 def test_the_first_draft_that_is_trusted_ends_the_work(scripted: Scripted, way: str) -> None:
     """What is still being written or verified is cancelled, and the server sees it."""
-    respond = judging({0: 0.5, 1: 0.9}, draft_delays={2: HANG}, verdict_delays={3: HANG})
+    # The first draft is judged before the second, also where the machine is busy.
+    delays = {1: 0.5, 3: HANG}
+    respond = judging({0: 0.5, 1: 0.9}, draft_delays={2: HANG}, verdict_delays=delays)
     server = scripted(respond)
     started = time.perf_counter()
     answer = asked(rag(server, accept_confidence=0.9, min_confidence=0.9), way)
