@@ -91,8 +91,8 @@ def read_documents(paths: Iterable[str | os.PathLike[str]]) -> list[Passage]:
 
     A `.txt` or `.md` file is one document; its title is its first heading, or its name. Each line
     of a `.jsonl` file is one, an object with "text" and optionally "title" and "id". Folders are
-    read recursively, in the order of the names, without hidden files. Files of other kinds and
-    empty ones in them are passed over, and a warning in the log counts them.
+    read recursively, in the order of the names, without hidden files. Empty files in them, files
+    of other kinds and links to folders are passed over, and a warning in the log counts them.
 
     A passage's id is `path#n`, the path relative to the folder given and n counting from 1; in a
     `.jsonl` the document's own id, or `path:line`, takes the place of the path. The metadata holds

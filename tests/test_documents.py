@@ -166,8 +166,7 @@ def test_what_a_folder_does_not_yield_is_counted(
     (record,) = caplog.records
     assert record.getMessage() == (
         f"{tmp_path}: files passed over: 1 .docx; 2 .md, empty; 2 .pdf; 1 linked folder;"
-        " 1 without a suffix."
-        " .txt, .md and .jsonl are read."
+        " 1 without a suffix. .txt, .md and .jsonl are read."
     )
 
 
