@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -50,12 +51,21 @@ STEP = Step(kind="verify")
 QUESTION = "What is the capital of France?"
 CHECK = user("Is this the correct answer to the question? Reply Yes or No.")
 SEAT = "The French president and both houses of parliament sit in Paris, on the Seine."
+SUPPORT = user("Does the rationale support the answer, yes or no?")
+CAPITAL = "Paris is the seat of the French government and its largest city."
 DRAFTS = {
-    name: (user(QUESTION), assistant(f"Rationale: {rationale}\nAnswer: {answer}"), CHECK)
-    for name, rationale, answer in (
-        ("sensible", SEAT, "Paris"),
-        ("wrong", SEAT, "Tokyo"),
-        ("nonsense", "Seven is blue because kettles swim upwards.", "Tokyo"),
+    name: (user(QUESTION), assistant(draft), check)
+    for name, draft, check in (
+        ("sensible", f"Rationale: {SEAT}\nAnswer: Paris", CHECK),
+        ("wrong", f"Rationale: {SEAT}\nAnswer: Tokyo", CHECK),
+        ("nonsense", "Rationale: Seven is blue because kettles swim.\nAnswer: Tokyo", CHECK),
+        ("sensible in one line", f"{CAPITAL} Answer: Paris", SUPPORT),
+        ("wrong in one line", f"{CAPITAL} Answer: Tokyo", SUPPORT),
+        (
+            "nonsense in one line",
+            "Bananas grow on the moon because wood is purple. Answer: Tokyo",
+            SUPPORT,
+        ),
     )
 }
 ABOUT_PASSAGES = "Who built the lighthouse of Port Ellery?"
@@ -127,7 +137,7 @@ class VllmServer:
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--served-model-name", self.model, "--max-model-len", str(CONTEXT_TOKENS)),
             *("--enforce-eager", "--enable-prompt-tokens-details"),
-            # bfloat16 leaves up to half a nat between two right implementations.
+            # bfloat16 leaves up to a nat a draft between two right implementations.
             *("--dtype", dtype),
         ]
 
@@ -310,28 +320,26 @@ def test_a_scored_draft_agrees_with_transformers(
     assert [token.logprob for token in scored] == pytest.approx(expected, abs=1e-3)
 
 
-def test_sums_in_bfloat16_agree_with_transformers(
+def test_scores_in_bfloat16_agree_with_transformers(
     environment: Path, doomed_server: VllmServer
 ) -> None:
-    """In the coarse numbers of most deployments, whole drafts still agree within 0.3 nats."""
-    wood = "Bananas grow on the moon because wood is purple."
-    capital = "Paris is the seat of the French government and its largest city."
-    drafts = [(capital, "Paris"), (capital, "Tokyo"), (wood, "Tokyo")]
-    support = user("Does the rationale support the answer, yes or no?")
-    conversations = [
-        (user(QUESTION), assistant(f"{rationale} Answer: {answer}"), support)
-        for rationale, answer in drafts
-    ]
-    ids = [doomed_server.tokenize(messages)["tokens"] for messages in conversations]
+    """In the coarse numbers of most deployments, tokens still agree as far as those can tell.
+
+    Log-probabilities around 20 lie 0.125 nats apart there, and the instructions a processor has
+    decide how each layer's rounding falls: between 0.05 and 0.10 nats a token (root mean square)
+    part this server from transformers, either from float32, and one processor from another. A
+    span that is off by a token is nats away.
+    """
+    ids = [doomed_server.tokenize(messages)["tokens"] for messages in DRAFTS.values()]
     folder, stdin = environment / "model", json.dumps(ids)
     reference = json.loads(run_script(environment, "reference.py", folder, "bfloat16", stdin=stdin))
 
-    for messages, expected in zip(conversations, reference, strict=True):
+    for messages, expected in zip(DRAFTS.values(), reference, strict=True):
         start, end = doomed_server.span(messages)
         scored = verify(doomed_server, messages).scored
-        assert len(scored) == end - start
-        total = sum(token.logprob for token in scored)
-        assert total == pytest.approx(sum(expected[start:end]), abs=0.3)
+        pairs = zip(scored, expected[start:end], strict=True)
+        mean_square = statistics.fmean((token.logprob - other) ** 2 for token, other in pairs)
+        assert math.sqrt(mean_square) < 0.25
 
 
 @pytest.mark.parametrize("name", DRAFTS)
