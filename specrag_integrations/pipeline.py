@@ -560,9 +560,9 @@ class SpeculativeRAG(Engine):
             )
         reason = selection.reason or FallbackReason.NO_USABLE_DRAFT
         if self._standard is None:
-            told = "; ".join(work.failures) or "none can be trusted"
             raise NoAnswerError(
-                f"no draft was selected ({reason}), and fallback is off: {told}",
+                f"no draft was selected ({reason}), and fallback is off: "
+                f"{work.told or 'none can be trusted'}",
                 reason=NoAnswerReason(reason),
                 failures=work.failures,
             )
@@ -578,8 +578,12 @@ class SpeculativeRAG(Engine):
                 reads=lambda fitting: work.emit(FallbackEvent(reason=reason, passages=fitting)),
             )
         except NoAnswerError as error:
-            error.failures = (*work.failures, *error.failures)
-            raise
+            raise NoAnswerError(
+                f"{error}; before it, no draft was selected ({reason})"
+                f"{': ' if work.told else ''}{work.told}",
+                reason=error.reason,
+                failures=(*work.failures, *error.failures),
+            ) from error.__cause__
         work.note(*written.notes)
         work.stages["fallback"] = work.clock.elapsed
         work.steps.append(written.usage)
@@ -703,20 +707,34 @@ class _Work:
         )
 
     @property
-    def failures(self) -> list[str]:
-        """One line for each draft that cannot be selected, by index."""
-        lines = {}
+    def why_not(self) -> dict[int, str]:
+        """Why each draft that cannot be selected cannot be, by index."""
+        reasons = {}
         for draft in self.drafts:
             if isinstance(draft, FailedDraft):
-                lines[draft.index] = f"draft {draft.index}: {draft.reason}"
+                reasons[draft.index] = draft.reason
             elif draft.abstained:
-                lines[draft.index] = f"draft {draft.index}: the passages do not tell"
+                reasons[draft.index] = "the passages do not tell"
         for score in self.current_scores:
             if score.value is None:
-                lines[score.draft] = f"draft {score.draft}: not scored: {score.missing}"
-        for index, reason in self.untrusted.items():
-            lines[index] = f"draft {index}: {reason}"
-        return [lines[index] for index in sorted(lines)]
+                reasons[score.draft] = f"not scored: {score.missing}"
+        return dict(sorted((reasons | self.untrusted).items()))
+
+    @property
+    def failures(self) -> list[str]:
+        """The same, one line for each draft."""
+        return [f"draft {index}: {reason}" for index, reason in self.why_not.items()]
+
+    @property
+    def told(self) -> str:
+        """The same in one line, where drafts that failed alike share a word."""
+        alike: dict[str, list[str]] = {}
+        for index, reason in self.why_not.items():
+            alike.setdefault(reason, []).append(str(index))
+        return "; ".join(
+            f"draft{'s' * (len(drafts) > 1)} {', '.join(drafts)}: {reason}"
+            for reason, drafts in alike.items()
+        )
 
     def trace(self, *, first_token: float, refinement: Refinement | None = None) -> Trace:
         """Return all of it as a value."""

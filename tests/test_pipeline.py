@@ -231,6 +231,10 @@ def test_a_failing_fallback_names_everything_that_failed(scripted: Scripted) -> 
 
     assert raised.value.reason is NoAnswerReason.FALLBACK_FAILED
     assert len(raised.value.failures) == 5
+    text = str(raised.value)
+    assert text.startswith("standard RAG failed: ")
+    assert "no draft was selected (no_usable_draft): drafts 0, 1, 2, 3: " in text
+    assert text.count("nope") == 2
 
 
 def test_equal_drafts_are_verified_once(scripted: Scripted) -> None:
