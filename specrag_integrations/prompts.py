@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from inspect import iscoroutine
+from inspect import iscoroutine, signature
 from string import ascii_uppercase
 
 from specrag_integrations.errors import ConfigurationError
@@ -92,9 +92,15 @@ def checked_template(name: str, template: Template) -> Template:
         template: What was given.
 
     Raises:
-        ConfigurationError: it is not callable, or returned something else than messages.
+        ConfigurationError: it cannot be called so, or returned something else than messages.
     """
     check_kind(name, template, method="__call__")
+    try:
+        signature(template).bind("question", (), ())
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{name} is called with (question, passages, history), which it does not take: {error}"
+        ) from None
 
     def prompt(
         question: str, passages: Sequence[Passage], history: Sequence[Message]

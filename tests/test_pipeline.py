@@ -731,6 +731,17 @@ async def _prompt(*_: Any) -> tuple[Message, ...]:
     return (user("Question?"),)
 
 
+@pytest.mark.parametrize("name", ["draft_template", "fallback_template"])
+def test_a_template_that_takes_other_arguments_is_refused(
+    server: ScriptedServer, name: str
+) -> None:
+    """The error names the parameter and what it is called with; no TypeError comes from within."""
+    endpoint = Endpoint(server.base_url)
+    templates: Any = {name: lambda question, passages: [user(question)]}
+    with pytest.raises(ConfigurationError, match=rf"{name} is called with \(question, passages"):
+        SpeculativeRAG(drafter=endpoint, verifier=endpoint, **templates)
+
+
 @pytest.mark.parametrize(
     ("returned", "told"),
     [
