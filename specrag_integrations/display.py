@@ -612,6 +612,8 @@ def show_evaluation(out: Console, summary: Mapping[str, Any]) -> None:
     """Print how the systems compare, and what to do."""
     _show_columns(out, "right or wrong", _RIGHT_COLUMNS.items(), summary["systems"])
     asked = [row for row in summary["systems"] if not row["bound"]]
+    abstaining = [row for row in asked if row["abstained_rightly"]]
+    _show_columns(out, "abstained", _ABSTAINING_COLUMNS.items(), abstaining)
     _show_columns(out, "time and tokens", _TIME_COLUMNS.items(), asked)
     _show_columns(out, "selection", _SELECTION_COLUMNS.items(), summary["selection"])
     judged = [row for row in summary["systems"] if _is_judged(row)]
@@ -651,7 +653,12 @@ _RIGHT_COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "against standard": lambda row: _points(_against(row, "difference")),
     "won:lost": lambda row: _won_and_lost(row["against_standard"]),
     "F1": lambda row: _NONE if row["f1"] is None else f"{row['f1']['value']:.2f}",
+    "F1 against": lambda row: _points(_against(row, "f1")),
     "words": lambda row: _NONE if row["words"] is None else f"{row['words']:.0f}",
+}
+_ABSTAINING_COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "where nothing answers": lambda row: _share(row["abstained_rightly"]),
+    "where something does": lambda row: _share(row["abstained_wrongly"]),
 }
 _TIME_COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "fell back": lambda row: _NONE if row["fallback"] is None else _percent(row["fallback"]),

@@ -461,6 +461,28 @@ def test_a_system_is_shown_with_its_intervals_and_counts(page: Page, words: str)
     assert words in row(page, "speculative")
 
 
+def test_what_else_differs_is_told_with_its_interval_and_its_test() -> None:
+    """F1, exact match, words and citations are compared as rightness is."""
+    summary = whole()
+    tested = {**interval(-0.087, -0.158, -0.014, 150), "p": 0.009}
+    against = {"f1": tested, "words": {**interval(2.1, 1.5, 2.8, 150), "p": 0.0001}}
+    summary["systems"][1]["against_standard"] |= against
+    summary["systems"][1] |= {"abstained_rightly": interval(0.5, 0.2, 0.8, 10)}
+    told = row(Page(report_html(summary)), "speculative")
+    assert "to standard \u22128.7 (\u221215.8 to \u22121.4); p 0.009" in told
+    assert "to standard 2.1 (1.5 to 2.8); p < 0.001" in told
+    assert "where nothing answers 50.0 % (20.0 to 80.0 %)" in told
+
+
+def test_tokens_that_nobody_counted_are_not_none() -> None:
+    """No tokens and unknown tokens are told apart."""
+    summary = whole()
+    summary["systems"][1]["tokens"]["verifier"] = {"prompt": None, "completion": None}
+    page = Page(report_html(summary))
+    assert "not counted" in row(page, "speculative")
+    assert "none" in row(page, "standard")
+
+
 def test_what_was_not_measured_is_said_and_not_left_blank(page: Page) -> None:
     """No cell of the tables of systems is empty; a replayed system has no uncached timing."""
     assert row(page, "replayed").count("no uncached timing") == 3

@@ -395,6 +395,8 @@ def test_a_rationale_is_not_part_of_the_answer(scripted: Scripted, cache: ReplyC
     outcomes = answered(run_of(server, cache, "standard+rationale,standard", question(0)))
     texts = {one.system: one.text for one in outcomes}
     assert texts == {"standard+rationale": "river 0", "standard": "river 0 [1]"}
+    # What a rationale cites is what its answer rests on, as with a draft that won.
+    assert all(one.grades and one.grades.citation_precision is not None for one in outcomes)
     reasoned = outcomes[0]
     assert reasoned.first_token
     assert reasoned.first_token <= (reasoned.seconds or 0)

@@ -465,7 +465,7 @@ def risk_coverage(curves: Sequence[Mapping[str, Any]]) -> Figure | None:
     """Draw the share of wrong drafts against the share of questions they would answer."""
     kept = [(curve["system"], _curve(curve)) for curve in curves]
     kept = [(system, curve) for system, curve in kept if curve]
-    questions = {curve["system"]: curve["n"] for curve in curves}
+    questions = {curve["system"]: _sure_of(curve) for curve in curves}
     if not kept:
         return None
     title = "Risk against coverage"
@@ -479,7 +479,7 @@ def risk_coverage(curves: Sequence[Mapping[str, Any]]) -> Figure | None:
         parts, height = _curves(kept, width)
         named = svg.named("risk", kind, title, description)
         drawings.append(svg.drawing("risk", kind, (width, height), [*named, *parts]))
-    counted = [f"{listed([system])} {count(questions.get(system))}" for system, _ in kept]
+    counted = [f"{listed([system])} {questions[system]}" for system, _ in kept]
     return Figure(
         name="risk",
         title=title,
@@ -487,12 +487,18 @@ def risk_coverage(curves: Sequence[Mapping[str, Any]]) -> Figure | None:
         caption=f"Questions: {', '.join(counted)}.",
         columns=("System", "Questions", "Coverage", "Risk"),
         rows=tuple(
-            (system, count(questions.get(system)), percent(coverage), percent(risk))
+            (system, questions[system], percent(coverage), percent(risk))
             for system, curve in kept
             for coverage, risk in curve
         ),
         drawings=tuple(drawings),
     )
+
+
+def _sure_of(curve: Mapping[str, Any]) -> str:
+    """Return how many questions a curve is drawn from."""
+    known, asked = curve["n"], curve["questions"]
+    return count(known) if asked in {None, known} else f"{count(known)} of {count(asked)}"
 
 
 def _curve(curve: Mapping[str, Any]) -> list[tuple[float, float]]:

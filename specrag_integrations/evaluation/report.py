@@ -32,7 +32,8 @@ _UNREADABLE = re.compile(
 # in it, a tuple one or None: None then says that it was not measured.
 _ESTIMATE = (None,)
 _TIMING = ({"p50": None, "p95": None, "n": None},)
-_TOKENS = {"prompt": 0, "completion": 0}
+_TOKENS = {"prompt": None, "completion": None}
+_TESTED = ({"value": None, "low": None, "high": None, "n": None, "p": None},)
 _MODEL = ({"name": "unnamed model", "server": None, "where": None},)
 _SWEPT = [{"value": None, "system": "unnamed", "accuracy": _ESTIMATE, "seconds": None}]
 _SUMMARY: dict[str, Any] = {
@@ -66,6 +67,8 @@ _SUMMARY: dict[str, Any] = {
             "f1": _ESTIMATE,
             "words": None,
             "abstained": None,
+            "abstained_rightly": _ESTIMATE,
+            "abstained_wrongly": _ESTIMATE,
             "fallback": None,
             "citation_precision": _ESTIMATE,
             "faithfulness": _ESTIMATE,
@@ -87,11 +90,11 @@ _SUMMARY: dict[str, Any] = {
                     "questions_needed": None,
                     "speedup": _ESTIMATE,
                     "verifier_tokens": None,
-                    "faithfulness": _ESTIMATE,
-                    "factual_correctness": _ESTIMATE,
+                    **dict.fromkeys(("exact", "f1", "citation_precision", "words"), _TESTED),
+                    **dict.fromkeys(("faithfulness", "factual_correctness"), _TESTED),
                 },
             ),
-            "by_dataset": [{"dataset": "unnamed", "accuracy": _ESTIMATE, "difference": _ESTIMATE}],
+            "by_dataset": [{"dataset": "unnamed", "accuracy": _ESTIMATE, "difference": _TESTED}],
         }
     ],
     "selection": [
@@ -197,6 +200,8 @@ def report_html(summary: Mapping[str, Any]) -> str:
         times=estimates.times,
     )
     environment.globals.update(
+        number=estimates.number,
+        p_value=_p_value,
         percent=estimates.percent,
         points=estimates.points,
         times=estimates.times,

@@ -208,7 +208,6 @@ def outcome_of(
 ) -> Outcome:
     """Return what an answer is worth; `first_token` is when the answer itself began, in seconds."""
     text = _answer_in(answer.text) if system.rationale else answer.text
-    numbers = answer.citations if not system.rationale else ()
     selection, trace = answer.selection, answer.trace
     winner = selection.winner if selection else None
     if winner is None and selection and selection.ranking:
@@ -223,7 +222,7 @@ def outcome_of(
             question,
             text,
             passages=answer.passages,
-            citations=numbers,
+            citations=answer.citations,
             abstained=answer.abstained,
         ),
         passages=tuple(passage.id or "" for passage in answer.passages),

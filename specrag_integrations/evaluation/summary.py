@@ -46,6 +46,13 @@ _ENOUGH = 20
 """Questions below which the spread that a sample size is figured from is a guess."""
 _SHOWN_FAILURES = 30
 _JUDGED = ("faithfulness", "factual_correctness")
+_GRADED = ("exact", "f1", "citation_precision", "words")
+"""What each answer has a number for, besides being right or wrong."""
+_UNKNOWN_OF_BOUNDS = (
+    *("exact", "words", "abstained", "abstained_rightly", "abstained_wrongly"),
+    *("fallback", "decoded_by_drafter"),
+)
+"""What nobody knows of a draft that was not the answer."""
 _CURVE_QUESTIONS = 10
 """Fewer questions with a confidence draw no curve."""
 
@@ -136,6 +143,8 @@ def _system(run: Compared, system: System, prices: Prices | None) -> Json:
         "f1": _dict(mean_interval([grades.f1 for grades in graded])),
         "words": fmean([grades.words for grades in graded]) if graded else None,
         "abstained": fmean([one.abstained for one in outcomes]) if outcomes else None,
+        "abstained_rightly": _dict(_abstained(run, outcomes, answerable=False)),
+        "abstained_wrongly": _dict(_abstained(run, outcomes, answerable=True)),
         "fallback": fmean([one.fallback is not None for one in outcomes])
         if outcomes and system.drafts
         else None,
@@ -165,6 +174,7 @@ def _against_standard(run: Compared, system: System) -> Json | None:
         return None
     pairs = list(zip(run.of(system.name), run.of(BASELINE), strict=True))
     difference = _difference(pairs)
+    needed = difference.questions_needed(MARGIN) if difference else 0
     timed = [(ours.seconds, theirs.seconds) for ours, theirs in pairs]
     both = [(a, b) for a, b in timed if a and b]
     ours, theirs = (
@@ -178,11 +188,28 @@ def _against_standard(run: Compared, system: System) -> Json | None:
         "ties": difference.ties if difference else 0,
         "p": difference.p if difference else None,
         "verdict": difference.verdict(MARGIN) if difference else None,
-        "questions_needed": difference.questions_needed(MARGIN) if difference else None,
+        "questions_needed": needed if difference and _can_be_named(needed, difference) else None,
         "speedup": _dict(ratio_interval([b for _, b in both], [a for a, _ in both])),
         "verifier_tokens": ours / theirs if theirs and ours is not None else None,
+        **{name: _graded_difference(pairs, name) for name in _GRADED},
         **{name: _judged_difference(run, system, name) for name in _JUDGED},
     }
+
+
+def _can_be_named(needed: int, difference: Difference) -> bool:
+    """Whether a number of questions says something: not from a guess, nor if it was reached."""
+    return _ENOUGH <= difference.interval.n < needed
+
+
+def _abstained(run: Compared, outcomes: Sequence[Outcome], *, answerable: bool) -> Interval | None:
+    """Return how often a system said that the passages do not tell, where that is right or wrong.
+
+    None where no question has no answer: then nothing shows whether it knows the difference.
+    """
+    kinds = {one.answerable for one in run.questions}
+    asked = zip(run.questions, outcomes, strict=True)
+    said = [outcome.abstained for one, outcome in asked if one.answerable == answerable]
+    return _share(said) if False in kinds else None
 
 
 def _is_judged(outcome: Outcome) -> bool:
@@ -194,6 +221,15 @@ def _difference(pairs: Sequence[tuple[Outcome, Outcome]]) -> Difference | None:
     if not judged:
         return None
     return paired_difference([a.right for a, _ in judged], [b.right for _, b in judged])
+
+
+def _graded_difference(pairs: Sequence[tuple[Outcome, Outcome]], name: str) -> Json | None:
+    """Return the difference to standard RAG over the questions where both answers have a number."""
+    graded = [(a.grades, b.grades) for a, b in pairs if a.grades and b.grades]
+    values = [(getattr(a, name), getattr(b, name)) for a, b in graded]
+    both = [(a, b) for a, b in values if a is not None and b is not None]
+    bound = None if name == "words" else 1.0
+    return _tested(paired_difference([a for a, _ in both], [b for _, b in both], bound=bound))
 
 
 def _judged(run: Compared, system: str, name: str) -> dict[tuple[str, str], float]:
@@ -211,8 +247,7 @@ def _judged_difference(run: Compared, system: System, name: str) -> Json | None:
     """Return the difference to standard RAG over the questions where both answers have a number."""
     ours, theirs = _judged(run, system.name, name), _judged(run, BASELINE, name)
     both = [question for question in ours if question in theirs]
-    found = paired_difference([ours[one] for one in both], [theirs[one] for one in both])
-    return _dict(found.interval) if found else None
+    return _tested(paired_difference([ours[one] for one in both], [theirs[one] for one in both]))
 
 
 def _on(run: Compared, system: System, dataset: str) -> Json:
@@ -225,7 +260,7 @@ def _on(run: Compared, system: System, dataset: str) -> Json:
     return {
         "dataset": dataset,
         "accuracy": _dict(_share(one.right for one in judged)),
-        "difference": _dict(difference.interval) if difference else None,
+        "difference": _tested(difference),
     }
 
 
@@ -297,11 +332,14 @@ def _bounds(run: Compared) -> list[Json]:
         return []
     picked: dict[str, list[Outcome]] = {"oracle": [], "random_draft": []}
     for question, outcome in zip(run.questions, run.of(ours.name), strict=True):
-        best = max(outcome.choices, key=lambda draft: (draft.right, draft.f1), default=None)
-        lot = random.Random(f"{question.dataset} {question.id}")  # noqa: S311 - no secret
+        # Where nothing can be answered, the right draft is one that abstains.
+        drafts = outcome.choices if question.answerable else outcome.drafts
+        best = max(drafts, key=lambda draft: (draft.right, draft.f1), default=None)
+        seed = f"{question.dataset} {question.id}".encode(errors="surrogatepass")
+        lot = random.Random(seed)  # noqa: S311 - no secret
         picked["oracle"].append(_as_outcome("oracle", question, best))
         picked["random_draft"].append(
-            _as_outcome("random_draft", question, lot.choice(outcome.choices or [None]))
+            _as_outcome("random_draft", question, lot.choice(drafts or [None]))
         )
     told = {
         "oracle": f"the best draft of {ours.name}, if one knew",
@@ -309,21 +347,21 @@ def _bounds(run: Compared) -> list[Json]:
     }
     added = {name: {one.key[:2]: one for one in found} for name, found in picked.items()}
     bounds = replace(run, by_system={**run.by_system, **added})
-    nothing = dict.fromkeys(("exact", "words", "abstained", "fallback", "decoded_by_drafter"))
-    return [
-        {
-            **_system(bounds, System(name=name, base="speculative"), None),
-            **nothing,
-            "bound": True,
-            "description": told[name],
-        }
-        for name in picked
-    ]
+    return [_bound(bounds, name, told[name]) for name in picked]
+
+
+def _bound(run: Compared, name: str, told: str) -> Json:
+    row = _system(run, System(name=name, base="speculative"), None)
+    for unknown in _UNKNOWN_OF_BOUNDS:
+        for part in (row, row["against_standard"] or {}):
+            if unknown in part:
+                part[unknown] = None
+    return {**row, "bound": True, "description": told}
 
 
 def _as_outcome(system: str, question: Question, draft: DraftOutcome | None) -> Outcome:
     """Return a draft as if it had been the answer; without one, an unanswered question."""
-    right = draft is not None and (draft.right or not question.answerable)
+    right = draft is not None and draft.right
     grades = Grades(
         right=None if question.kind == "long" and question.answerable else right,
         contained=right,
@@ -393,7 +431,8 @@ class _Trusted:
     right: bool
 
 
-Curve = Callable[[Sequence[_Trusted]], Json | None]
+Curve = Callable[[Sequence[_Trusted], int], Json | None]
+"""(those with a confidence, the number of all questions) -> a curve."""
 
 
 def _curves(run: Compared, curve: Curve) -> list[Json]:
@@ -405,7 +444,7 @@ def _curves(run: Compared, curve: Curve) -> list[Json]:
     for system in run.systems:
         outcomes = [one for one in run.of(system.name) if _is_judged(one)]
         known = [trusted for one in outcomes if (trusted := _trusted(one)) is not None]
-        if len(known) >= _CURVE_QUESTIONS and (found := curve(known)) is not None:
+        if len(known) >= _CURVE_QUESTIONS and (found := curve(known, len(outcomes))) is not None:
             curves.append(
                 {"system": system.name, "n": len(known), "questions": len(outcomes), **found}
             )
@@ -419,12 +458,16 @@ def _trusted(outcome: Outcome) -> _Trusted | None:
     return None
 
 
-def _risk_curve(known: Sequence[_Trusted]) -> Json:
+def _risk_curve(known: Sequence[_Trusted], questions: int) -> Json:
+    """Return the curve over all questions: those without a confidence are never covered."""
     points = risk_coverage([one.confidence for one in known], [one.right for one in known])
-    return {"points": [{"coverage": point.coverage, "risk": point.risk} for point in points]}
+    share = len(known) / questions
+    return {
+        "points": [{"coverage": point.coverage * share, "risk": point.risk} for point in points]
+    }
 
 
-def _reliability(known: Sequence[_Trusted]) -> Json | None:
+def _reliability(known: Sequence[_Trusted], _: int) -> Json | None:
     confidences, rights = [one.confidence for one in known], [one.right for one in known]
     measures = calibration_measures(confidences, rights)
     if measures is None:
@@ -516,12 +559,12 @@ _WHYS = (
 def _why(outcome: Outcome, standard: Outcome | None) -> str | None:
     if not _is_judged(outcome):
         return None
-    some_right = any(draft.right for draft in outcome.choices)
+    some_right = any(draft.right for draft in outcome.drafts)
     if not outcome.right and (outcome.confidence or 0.0) >= _SURE:
         return _WHYS[0]
     if not outcome.right and some_right:
         return _WHYS[3] if outcome.fallback else _WHYS[1]
-    if not some_right and standard is not None and standard.right:
+    if not outcome.right and standard is not None and standard.right:
         return _WHYS[2]
     return None
 
@@ -558,7 +601,22 @@ def recommendation(summary: Json) -> str:
         )
     best = max(ours, key=_merit)
     among = "" if len(ours) == 1 else f" It is the best of {len(ours)}: confirm it on others."
-    return f"{_advice(best)}{among}"
+    return f"{_advice(best)}{_otherwise_in_f1(best['against_standard'])}{among}"
+
+
+def _otherwise_in_f1(against: Json) -> str:
+    """Say so where F1, which does not reward length, tells what the share of right ones does not.
+
+    Where what is right holds the reference somewhere, a longer answer may be right and worse.
+    """
+    f1 = against["f1"]
+    if f1 is None:
+        return ""
+    if f1["high"] < 0 and against["verdict"] != "worse":
+        return f" In F1 it is worse: {_points(f1)}."
+    if f1["low"] > 0 and against["verdict"] != "better":
+        return f" In F1 it is better: {_points(f1)}."
+    return ""
 
 
 def _advice(row: Json) -> str:
@@ -586,7 +644,7 @@ def _open(against: Json, *, faster: bool) -> str:
     meanwhile = "Meanwhile"
     if number < _ENOUGH:
         more = f"too few questions to say how many would settle it: ask at least {_ENOUGH}"
-    elif wanted <= number:
+    elif wanted is None:
         more = "nobody can say how many more questions would settle it"
     else:
         more = f"about {wanted:,} questions would settle whether it is as good within 3 points"
@@ -650,3 +708,16 @@ def _percentiles(values: Sequence[float | None]) -> Json | None:
 
 def _dict(interval: Interval | None) -> dict[str, float] | None:
     return None if interval is None else interval.to_dict()
+
+
+def _tested(difference: Difference | None) -> dict[str, float] | None:
+    """Return a difference with its interval and its sign test."""
+    if difference is None:
+        return None
+    return {
+        **difference.interval.to_dict(),
+        "wins": difference.wins,
+        "losses": difference.losses,
+        "ties": difference.ties,
+        "p": difference.p,
+    }
