@@ -3,7 +3,8 @@
     python benchmarks/results.py docs/results/*.features.jsonl.gz [system …]
 
 The files hold outcomes without texts, as `specrag report DIR --features FILE` writes them. Systems
-of several files are compared on the questions that all of them were asked.
+of several files are compared on the questions that all of them were asked. The first file tells the
+order in which questions were drawn, and so which of them no choice had seen.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from heapq import nlargest
 from pathlib import Path
 from statistics import fmean, median
@@ -23,12 +25,14 @@ from specrag_integrations.evaluation.intervals import (
     Difference,
     PoolRights,
     paired_difference,
+    ratio_interval,
     selection_efficiency,
 )
 from specrag_integrations.evaluation.outcomes import Outcome
 from specrag_integrations.evaluation.questions import Question
 from specrag_integrations.evaluation.summary import (
     BASELINE,
+    MARGIN,
     Compared,
     compared,
     summarised,
@@ -58,26 +62,58 @@ def read(path: str) -> list[Outcome]:
         return [Outcome.from_dict(json.loads(line)) for line in file]
 
 
-def halves(run: Compared) -> tuple[list[Question], list[Question]]:
-    """Return the first questions of each set, and the others; the order is that of the draw."""
-    seen: Counter[str] = Counter()
-    both: tuple[list[Question], list[Question]] = [], []
-    for question in run.questions:
-        both[seen[question.dataset] >= HALF].append(question)
-        seen[question.dataset] += 1
-    return both
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn(Compared):
+    """Compared outcomes of which one knows the order of the draw."""
+
+    drawn: Sequence[Question]
+    """All questions that some system was asked, in the order of the draw."""
+
+    @property
+    def halves(self) -> tuple[list[Question], list[Question]]:
+        """The first questions of each set, which a choice may have seen, and the others."""
+        seen: Counter[str] = Counter()
+        late = set()
+        for question in self.drawn:
+            if seen[question.dataset] >= HALF:
+                late.add((question.dataset, question.id))
+            seen[question.dataset] += 1
+        both: tuple[list[Question], list[Question]] = [], []
+        for question in self.questions:
+            both[(question.dataset, question.id) in late].append(question)
+        return both
 
 
-def beside(run: Compared, system: str, other: str) -> None:
-    """Print by how much one system is right more often than another."""
-    pairs = zip(run.of(system), run.of(other), strict=True)
-    found = paired_difference(*zip(*((a.right, b.right) for a, b in pairs), strict=True))
-    assert found is not None  # noqa: S101 - there are questions
-    told = f"{_points(found)}, {found.wins} won, {found.losses} lost"
-    print(f"{system} against {other}: {told}")
+def beside(run: Drawn, system: str, other: str) -> None:
+    """Print by how much one system, and its mean draft, is right more often than another.
+
+    The second half is what no choice had seen.
+    """
+    for part, questions in (("all", run.questions), ("second half", run.halves[1])):
+        ours, theirs = (
+            [run.by_system[name][one.dataset, one.id] for one in questions]
+            for name in (system, other)
+        )
+        values = {
+            "right": [(a.right, b.right) for a, b in zip(ours, theirs, strict=True)],
+            "the mean draft right": [
+                (_mean_draft(a), _mean_draft(b)) for a, b in zip(ours, theirs, strict=True)
+            ],
+        }
+        for what, pairs in values.items():
+            found = paired_difference([a for a, _ in pairs], [b for _, b in pairs])
+            if found is not None and (what == "right" or found.wins or found.losses):
+                print(
+                    f"{system} against {other}, {part} ({len(pairs)}), {what}: {_points(found)}, "
+                    f"{found.wins} won, {found.losses} lost, p {found.p:.2g}"
+                )
 
 
-def moved(run: Compared, system: str, other: str) -> None:
+def _mean_draft(outcome: Outcome) -> float:
+    return fmean([draft.right for draft in outcome.choices] or [False])
+
+
+def moved(run: Drawn, system: str, other: str) -> None:
     """Print by how much the scores of drafts that both wrote differ, beside what decides."""
     differences, margins = [], []
     for ours, theirs in zip(run.of(system), run.of(other), strict=True):
@@ -106,9 +142,9 @@ def _points(found: Difference) -> str:
     return "{:+.1f} points ({:+.1f} to {:+.1f})".format(*(100 * end for end in ends))
 
 
-def reweighted(run: Compared, system: str) -> None:
+def reweighted(run: Drawn, system: str) -> None:
     """Print how well other weights would have chosen among a system's drafts."""
-    first, second = halves(run)
+    first, second = run.halves
     parts = {"all": run.questions, "first half": first, "second half": second}.items()
     for name, weights in WEIGHTS.items():
         told = []
@@ -122,7 +158,7 @@ def reweighted(run: Compared, system: str) -> None:
             print(f"{system}, chosen by {name}: efficiency {', '.join(told)}")
 
 
-def together(run: Compared, systems: Sequence[str]) -> None:
+def together(run: Drawn, systems: Sequence[str]) -> None:
     """Print what other weights would have made of several systems, each question counted once."""
 
     def right(weights: Mapping[str, float]) -> list[float]:
@@ -147,24 +183,58 @@ def _pool(outcome: Outcome, weights: Mapping[str, float]) -> PoolRights:
     )
 
 
-def frontier(run: Compared, system: str) -> None:
-    """Print what falling back below a score would have made of a system, were it the confidence."""
-    pairs = list(zip(run.of(system), run.of(BASELINE), strict=True))
-    scored = [(_score(ours), ours, theirs) for ours, theirs in pairs]
-    for share in SHARES:
-        least = sorted(score for score, _, _ in scored)[int(share * len(scored))]
-        mixed = [(theirs if score < least else ours, theirs) for score, ours, theirs in scored]
-        found = paired_difference([a.right for a, _ in mixed], [b.right for _, b in mixed])
-        read = sum(
-            (ours.verifier.prompt or 0) + (theirs.verifier.prompt or 0) * (score < least)
-            for score, ours, theirs in scored
-        ) / sum(theirs.verifier.prompt or 0 for _, theirs in pairs)
-        fallen = fmean(score < least for score, _, _ in scored)
-        assert found is not None  # noqa: S101 - there are questions
-        print(
-            f"{system}, falling back below {math.exp(least):.2f}: {fallen:.0%} of the questions, "
-            f"{_points(found)} against {BASELINE}, the verifier reads {read:.0%} of its tokens"
-        )
+def frontier(run: Drawn, system: str) -> None:
+    """Print what falling back below a score would have made of a system, were it the confidence.
+
+    The thresholds are those below which a share of the first half falls back; both are then
+    measured on the second half, which did not choose them.
+    """
+    first, second = (
+        [
+            (run.by_system[system][place], run.by_system[BASELINE][place])
+            for place in ((one.dataset, one.id) for one in half)
+        ]
+        for half in run.halves
+    )
+    if not first or not second:
+        return
+    seen = sorted(_score(ours) for ours, _ in first)
+    for share in (0.0, *SHARES):
+        least = seen[int(share * len(seen))] if share else -math.inf
+        below = f"below {math.exp(least):.2f}" if share else "never"
+        print(f"{system}, falling back {below}: {_fallen_back(second, least)}")
+
+
+def _fallen_back(pairs: Sequence[tuple[Outcome, Outcome]], least: float) -> str:
+    """Tell what comes of falling back to standard RAG below a score."""
+    scored = [(_score(ours) < least, ours, theirs) for ours, theirs in pairs]
+    mixed = [(theirs if falls else ours, theirs) for falls, ours, theirs in scored]
+    found = paired_difference([a.right for a, _ in mixed], [b.right for _, b in mixed])
+    assert found is not None  # noqa: S101 - there are questions
+    read = sum(
+        (ours.verifier.prompt or 0) + (theirs.verifier.prompt or 0) * falls
+        for falls, ours, theirs in scored
+    ) / sum(theirs.verifier.prompt or 0 for _, theirs in pairs)
+    timed = [
+        (theirs.seconds, ours.seconds + theirs.seconds * falls)
+        for falls, ours, theirs in scored
+        if ours.seconds and theirs.seconds
+    ]
+    speed = ratio_interval([standard for standard, _ in timed], [mixed for _, mixed in timed])
+    told = (
+        f"{fmean(falls for falls, _, _ in scored):.0%} of {len(pairs)} questions, "
+        f"{_points(found)} against {BASELINE}, the verifier reads {read:.0%} of its tokens"
+    )
+    if speed is not None:
+        told += f", {speed.value:.2f} times as fast ({speed.low:.2f} to {speed.high:.2f})"
+    return f"{told}; {_needed(found)}"
+
+
+def _needed(found: Difference) -> str:
+    verdict, needed = found.verdict(MARGIN), found.questions_needed(MARGIN)
+    return (
+        f"{verdict}, {needed:,} questions would settle it" if verdict == "inconclusive" else verdict
+    )
 
 
 def _score(outcome: Outcome) -> float:
@@ -181,10 +251,11 @@ def main(arguments: Sequence[str]) -> None:
     places = dict.fromkeys((one.dataset, one.id) for one in outcomes)
     # An answer stands for those that the features leave out: every question here has one.
     asked = [Question(dataset=d, id=i, question="?", answers=("?",)) for d, i in places]
-    run = compared(asked, systems, outcomes)
+    found = compared(asked, systems, outcomes)
+    run = Drawn(questions=found.questions, systems=systems, by_system=found.by_system, drawn=asked)
     display.show_evaluation(display.console(), summarised(run))
     parts = {name: [q for q in run.questions if q.dataset == name] for name, _ in places}
-    parts |= dict(zip(("first half", "second half"), halves(run), strict=True))
+    parts |= dict(zip(("first half", "second half"), run.halves, strict=True))
     for system in systems:
         told = []
         for part, questions in parts.items():
