@@ -151,14 +151,15 @@ class System:
         return self.base == "speculative"
 
     def setup(self, models: Models, question: Question) -> str:
-        """Return a hash of all that the name stands for today, in one set of questions.
+        """Return a hash of what the name stands for today, in one set of questions.
 
-        Defaults may change from release to release, and a calibration is known by its file.
+        The defaults of m, k, sampler and scoring may change from release to release, and a
+        calibration is known by its file.
         """
         defaults = []
         if self.drafts:
             partitioner = named(default_partitioner(PASSAGES_PER_DRAFT))
-            defaults = [NUM_DRAFTS, PASSAGES_PER_DRAFT, partitioner]
+            defaults = [NUM_DRAFTS, PASSAGES_PER_DRAFT, partitioner, asdict(Scoring())]
         options = {name: _told(value) for name, value in self.options.items()}
         calibration = asdict(models.calibration) if self.calibrated and models.calibration else {}
         known = [self.base, self.top, defaults, options, self.scoring, calibration]
