@@ -43,6 +43,20 @@ PIPELINE = "pipeline: pipeline_rules"
 WORDING = "endpoint: wording"
 
 MUTANTS = [
+    mutant(
+        "a fallback's error forgets the drafts",
+        OWN,
+        "pipeline: pipeline::a_failing_fallback_names_everything_that_failed",
+        "{': ' if work.told else ''}{work.told}",
+        "",
+    ),
+    mutant(
+        "a template that takes other arguments fails within",
+        OWN,
+        "prompts: pipeline::a_template_that_takes_other_arguments_is_refused",
+        'signature(template).bind("question", (), ())',
+        "signature(template)",
+    ),
     # ---------------------------------------------------------------- selection
     mutant(
         "the first draft always wins (argmax over a generator)",
@@ -2828,6 +2842,49 @@ MUTANTS = [
         "evaluation/summary: eval_summary::the_best_is_as_good_as_standard_rag_and_faster",
         'return good, good and faster, against["difference"]["value"]',
         'return False, False, against["difference"]["value"]',
+    ),
+    mutant(
+        "an invented answer is what the oracle takes where nothing answers",
+        OWN,
+        "evaluation/summary: "
+        "eval_summary::where_nothing_answers_the_right_draft_is_one_that_abstains",
+        "drafts = outcome.choices if question.answerable else outcome.drafts",
+        "drafts = outcome.choices",
+    ),
+    mutant(
+        "successes stand among the failures",
+        OWN,
+        "evaluation/summary: eval_summary::the_failures_say_what_went_wrong",
+        "if not outcome.right and standard is not None and standard.right:",
+        "if standard is not None and standard.right:",
+    ),
+    mutant(
+        "a sample size that was reached is named",
+        OWN,
+        "evaluation/summary: eval_summary::more_questions_than_a_trial_takes_may_settle_nothing",
+        "return _ENOUGH <= difference.interval.n < needed",
+        "return _ENOUGH <= difference.interval.n",
+    ),
+    mutant(
+        "questions without a confidence are covered",
+        OWN,
+        "evaluation/summary: eval_summary::curves_cover_the_questions_that_fell_back",
+        "point.coverage * share",
+        "point.coverage",
+    ),
+    mutant(
+        "right and wrong abstentions are one",
+        OWN,
+        "evaluation/summary: eval_summary::abstentions_are_told_by_whether_they_are_right",
+        " if one.answerable == answerable]",
+        "]",
+    ),
+    mutant(
+        "a longer answer is as good whatever F1 says",
+        OWN,
+        "evaluation/summary: eval_summary::every_grade_has_its_difference_and_its_test",
+        'if f1["high"] < 0 and against["verdict"] != "worse":',
+        'if f1["high"] < 0 and against["verdict"] == "worse":',
     ),
     # ---------------------------------------------------------------- evaluation: the folder
     mutant(
