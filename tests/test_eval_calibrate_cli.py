@@ -178,6 +178,36 @@ def test_a_file_is_written_that_other_commands_use(
     assert all(outcomes[f"q{n}"]["confidence"] >= found.min_confidence for n in (1, 2, 3))
 
 
+def test_the_papers_formula_is_calibrated_without_an_early_stop(
+    scripted: Scripted, tmp_path: Path, cache: Mapping[str, str]
+) -> None:
+    """It compares all drafts, and its own calibrated system takes the file."""
+    judged = judging(telling)
+
+    def respond(body: Json, call: int) -> Reply:
+        return replace(judged(body, call), logprobs=Reply().logprobs)
+
+    server, file, system = scripted(respond, kind="vllm"), tmp_path / "mine.json", f"{SYSTEM}+paper"
+    drafter = ("--drafter", server.base_url)
+    command = ["calibrate", rows(tmp_path / "rivers.jsonl", 80), *drafter, "--system", system]
+    told = words(specrag(*command, "--target-precision", "0.8", "--out", file, **cache).stdout)
+    found = Calibration.load(file)
+    assert found.thresholds is not None
+    assert (found.thresholds.attained, found.accept_confidence) == (True, None)
+    assert "stop early" not in told
+
+    out = tmp_path / "run"
+    specrag(
+        *("eval", rows(tmp_path / "few.jsonl", 4), *drafter, "--out", out),
+        *("--systems", f"{system}+calibrated", "--calibration", file),
+        **cache,
+    )
+    lines = [json.loads(line) for line in (out / "outcomes.jsonl").read_text().splitlines()]
+    trusted = [one for one in lines if not one["fallback"]]
+    assert (len(lines), bool(trusted)) == (4, True)
+    assert all(one["confidence"] >= found.min_confidence for one in trusted)
+
+
 def test_another_set_up_than_the_calibrated_one_is_one_line(
     server: ScriptedServer, tmp_path: Path, cache: Mapping[str, str]
 ) -> None:

@@ -245,6 +245,21 @@ def test_both_policies_are_tested() -> None:
     assert find_thresholds(replay, replay, target=0.9, delta=0.1).thresholds is None
 
 
+def test_without_early_stops_all_drafts_are_awaited() -> None:
+    """No threshold ends the work then, although all first drafts would be right."""
+    seen: list[Seen] = [(0.9, True)] * 60
+    replay = Replay.of_confidences(seen, [[one] for one in seen])
+    either = [
+        find_thresholds(replay, replay, target=0.9, delta=0.1, early_stops=allowed)
+        for allowed in (True, False)
+    ]
+
+    assert [one.early for one in either] == [60, 0]
+    assert [one.thresholds and one.thresholds.attained for one in either] == [True, True]
+    assert either[1].thresholds is not None
+    assert either[1].thresholds.accept_confidence is None
+
+
 # ---------------------------------------------------------------- the policy
 
 

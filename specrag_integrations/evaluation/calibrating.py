@@ -153,7 +153,13 @@ def calibrate(
     winners = [_winners(half, selector) for half in (fitting, testing)]
     learning = Replay.of(fitting, winners[0], fitted)
     tested = Replay.of(testing, winners[1], fitted)
-    found = find_thresholds(learning, tested, target=target_precision, delta=delta)
+    found = find_thresholds(
+        learning,
+        tested,
+        target=target_precision,
+        delta=delta,
+        early_stops=fingerprint.formula != "paper",  # which compares all drafts
+    )
     judged = [
         draft for draft in winners[1] if draft and fitted.probability(draft.terms) is not None
     ]
@@ -710,13 +716,16 @@ class Found:
         return self.right / self.accepted if self.accepted else None
 
 
-def find_thresholds(learning: Replay, testing: Replay, *, target: float, delta: float) -> Found:
+def find_thresholds(
+    learning: Replay, testing: Replay, *, target: float, delta: float, early_stops: bool = True
+) -> Found:
     """Find thresholds whose accepted answers are right as often as `target`, but for `delta`.
 
     `learning` says in which order pairs are tested, and which of those that pass is taken: the one
-    with the most answers accepted, and accepted early.
+    with the most answers accepted, and accepted early. Without `early_stops` all drafts are
+    awaited.
     """
-    sequence = _sequence(learning, target, delta)
+    sequence = _sequence(learning, target, delta, early_stops=early_stops)
     passed: list[Pair] = []
     for pair in sequence:
         if testing.bound(pair, delta) < target:
@@ -751,7 +760,7 @@ def find_thresholds(learning: Replay, testing: Replay, *, target: float, delta: 
     )
 
 
-def _sequence(learning: Replay, target: float, delta: float) -> list[Pair]:
+def _sequence(learning: Replay, target: float, delta: float, *, early_stops: bool) -> list[Pair]:
     """Return all pairs, those first that are most likely to pass the test.
 
     Where none has much of a chance, those come first that promise the highest precision.
@@ -759,7 +768,7 @@ def _sequence(learning: Replay, target: float, delta: float) -> list[Pair]:
     pairs = [
         Pair(least=least, enough=enough)
         for least in GRID
-        for enough in (*(one for one in GRID if one >= least), None)
+        for enough in (*(one for one in GRID if early_stops and one >= least), None)
     ]
 
     def order(pair: Pair) -> tuple[float, ...]:

@@ -3489,6 +3489,13 @@ MUTANTS = [
         "varies = deviation > 0",
     ),
     mutant(
+        "the paper's formula is calibrated with an early stop that its engine refuses",
+        OWN,
+        "evaluation/calibrating: eval_calibrate_cli::the_papers_formula_is_calibrated_without_an_early_stop",
+        'early_stops=fingerprint.formula != "paper"',
+        "early_stops=True",
+    ),
+    mutant(
         "a report is made of a folder that lost its questions",
         OWN,
         "evaluation/folder: eval_summary::a_folder_that_lost_a_file_is_not_reported_on",
