@@ -631,10 +631,14 @@ def show_evaluation(out: Console, summary: Mapping[str, Any]) -> None:
         if label := one["majority"]:
             told = f"{one['name']}: {label['label']} every time is right {_percent(label['share'])}"
             out.print(_text(told, "dim"))
-    for row in asked:
+    _show_failures(out, asked)
+    show_closing(out, summary["recommendation"])
+
+
+def _show_failures(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    for row in rows:
         if row["errors"]:
             out.print(_text(_told_of_failures(row), "yellow"))
-    show_closing(out, summary["recommendation"])
 
 
 def _told_of_failures(row: Mapping[str, Any]) -> str:
@@ -812,6 +816,7 @@ def show_seed_table(out: Console, summary: Mapping[str, Any]) -> None:
     out.print(table)
     if judged:
         out.print(_text(_told_of_judging(summary, known), "dim"))
+    _show_failures(out, known)
 
 
 _RIGHT = ("right", "accuracy")

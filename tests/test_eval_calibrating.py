@@ -478,6 +478,21 @@ def test_the_papers_product_has_no_weights() -> None:
     assert report.notes == ()
 
 
+def test_the_papers_product_is_calibrated_without_an_early_stop() -> None:
+    """It compares all drafts, so that its engine takes no `accept_confidence`."""
+    made = world(np.random.default_rng(5), 400, p_right=lambda x: 0.97 if x > -1.5 else 0.5)
+    found = {
+        formula: calibrate(made, fingerprint=Fingerprint(formula=formula)).calibration.thresholds
+        for formula in ("weighted", "paper")
+    }
+
+    assert all(one is not None and one.attained for one in found.values())
+    assert {formula: bool(one and one.accept_confidence) for formula, one in found.items()} == {
+        "weighted": True,
+        "paper": False,
+    }
+
+
 def test_few_contested_questions_give_no_weights() -> None:
     """The note says how many there were, and how many it takes."""
     report = calibrate(world(np.random.default_rng(7), 60), fingerprint=Fingerprint())

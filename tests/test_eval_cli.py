@@ -225,6 +225,21 @@ def test_a_bad_line_is_named_before_anything_is_asked(
     assert not server.chats
 
 
+def test_the_table_of_costs_tells_of_failures(
+    scripted: Scripted, data: Path, tmp_path: Path
+) -> None:
+    """What was not answered is in no cost, which a reader must know."""
+    server = scripted(
+        lambda body, call: Fault(400) if "number 1" in str(body) else respond(body, call)
+    )
+    done = specrag(
+        *("eval", data, "--drafter", server.base_url, "--systems", "standard"),
+        *("--price", "verifier=1:1", "--table", "seed"),
+        SPECRAG_CACHE=str(tmp_path / "c"),
+    )
+    assert "standard: 1 of 4 questions failed, and count as wrong (" in done.stdout
+
+
 def test_failures_are_told_and_not_asked_again(
     scripted: Scripted, data: Path, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from specrag_integrations.confidence import Calibration, Thresholds
 from specrag_integrations.drafts import Draft
 from specrag_integrations.errors import EvaluationError
 from specrag_integrations.evaluation.cache import ReplyCache
-from specrag_integrations.evaluation.outcomes import Outcome
+from specrag_integrations.evaluation.outcomes import Outcome, Tokens
 from specrag_integrations.evaluation.questions import Question
 from specrag_integrations.evaluation.runs import Progress, Run, outcome_of, served
 from specrag_integrations.evaluation.systems import (
@@ -534,10 +534,16 @@ def test_a_drafter_that_dies_is_not_papered_over_by_the_fallback(
 def test_a_question_that_fails_is_an_outcome_with_its_reason(
     scripted: Scripted, cache: ReplyCache
 ) -> None:
-    """A server that refuses one question does not end the run; the answer counts as wrong."""
+    """A server that refuses one question does not end the run; the answer counts as wrong.
+
+    What it took is not known.
+    """
     server = scripted(
         lambda body, call: Fault(400) if "number 1" in text_of(body) else respond(body, call)
     )
     outcomes = answered(run_of(server, cache, "standard"))
     assert [one.right for one in outcomes] == [True, False, True]
     assert "400" in (outcomes[1].error or "")
+    assert (outcomes[1].drafter, outcomes[1].verifier) == (
+        Tokens(prompt=None, completion=None),
+    ) * 2

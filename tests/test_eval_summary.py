@@ -330,6 +330,29 @@ def test_a_price_that_lacks_is_no_cost_of_zero() -> None:
     assert summary_of([one], "speculative", 1, prices=hourly)["systems"][0]["cost"] is None
 
 
+@pytest.mark.parametrize("unknown", [None, 0])  # folders of older releases hold zeros
+def test_a_system_that_fails_looks_no_cheaper(unknown: int | None) -> None:
+    """Tokens and costs are those of its answers, and compared with standard RAG's on the same."""
+    asked, easy = Tokens(prompt=9000, completion=90), Tokens(prompt=1000, completion=10)
+    nothing = Tokens(prompt=unknown, completion=unknown)
+    outcomes = [outcome("standard", n, True, verifier=one) for n, one in enumerate((easy, asked))]
+    outcomes += [
+        outcome("speculative", 0, True, drafter=easy, verifier=easy),
+        outcome("speculative", 1, False, drafter=nothing, verifier=nothing, error="400"),
+        *(outcome("drafter_only", n, False, drafter=nothing, error="400") for n in range(2)),
+    ]
+    prices = {"drafter": Price(input=1.0, output=0.0), "verifier": Price(input=1.0, output=0.0)}
+    summary = summary_of(outcomes, "standard,speculative,drafter_only", 2, prices=prices)
+    found, failed = row(summary, "speculative"), row(summary, "drafter_only")
+
+    assert found["tokens"]["verifier"] == {"prompt": 1000.0, "completion": 10.0}
+    assert (found["cost"]["value"], found["cost"]["n"]) == (pytest.approx(2.0), 1)
+    assert found["decoded_by_drafter"] == 0.5
+    assert found["against_standard"]["verifier_tokens"] == 1.0
+    assert failed["tokens"]["drafter"] == {"prompt": None, "completion": None}
+    assert (failed["cost"], failed["against_standard"]["verifier_tokens"]) == (None, None)
+
+
 def test_sweeps_hold_systems_that_differ_in_one_number() -> None:
     """The number of drafts is swept by +m1, +m2; nothing else may differ."""
     names = "speculative+m2,speculative+m1,speculative+m1+k4,speculative+k3"
@@ -787,3 +810,10 @@ def test_without_texts_no_label_is_left() -> None:
     assert "refuted" not in str(one.to_dict(texts=False))
     assert "refuted" not in repr(one)
     assert Outcome.from_dict(one.to_dict(texts=False)).right
+
+
+@pytest.mark.parametrize("error", [None, "400 from the server"])
+def test_without_texts_a_failure_is_still_one(error: str | None) -> None:
+    """Else it would count as an answer that took nothing."""
+    bare = outcome("standard", 0, False, error=error).to_dict(texts=False)
+    assert Outcome.from_dict(bare).failed is bool(error)

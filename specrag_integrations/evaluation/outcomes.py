@@ -138,7 +138,7 @@ class Outcome:
             for one in (found, *found["drafts"]):
                 one.pop("text", None)
                 one.pop("answer", None)
-            found.pop("error")
+            found["error"] = "" if self.failed else None
             found.pop("passages")
             if found["grades"]:
                 found["grades"].pop("label")  # a word of the data

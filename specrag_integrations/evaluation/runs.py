@@ -37,6 +37,7 @@ from specrag_integrations.usage import ModelRole, StepUsage
 
 Key = tuple[str, str, str]
 _WARM_UP = Step(kind="verify")
+_UNKNOWN = Tokens(prompt=None, completion=None)
 _MOST_FAILURES = 5
 """In a row: then it is the server and not the question, such as one that hangs."""
 
@@ -291,6 +292,8 @@ def _unanswered(
         system=system.name,
         grades=grade(question, ""),
         replayed=replayed,
+        drafter=_UNKNOWN,
+        verifier=_UNKNOWN,
         error=str(error),
     )
 

@@ -157,8 +157,8 @@ def _system(run: Compared, system: System, prices: Prices | None) -> Json:
         "total": _percentiles([one.seconds for one in timed]),
         "stages": _stages(timed),
         "tokens": {
-            "drafter": _tokens([one.drafter for one in outcomes]),
-            "verifier": _tokens([one.verifier for one in outcomes]),
+            "drafter": _tokens([one.drafter for one in outcomes if not one.failed]),
+            "verifier": _tokens([one.verifier for one in outcomes if not one.failed]),
         },
         "decoded_by_drafter": _decoded_by_drafter(outcomes) if system.drafts else None,
         "cost": _cost(outcomes, prices),
@@ -177,10 +177,6 @@ def _against_standard(run: Compared, system: System) -> Json | None:
     needed = difference.questions_needed(MARGIN) if difference else 0
     timed = [(ours.seconds, theirs.seconds) for ours, theirs in pairs]
     both = [(a, b) for a, b in timed if a and b]
-    ours, theirs = (
-        summed([_read_and_written(one.verifier) for one in side])
-        for side in (run.of(system.name), run.of(BASELINE))
-    )
     return {
         "difference": _dict(difference.interval) if difference else None,
         "wins": difference.wins if difference else 0,
@@ -190,7 +186,7 @@ def _against_standard(run: Compared, system: System) -> Json | None:
         "verdict": difference.verdict(MARGIN) if difference else None,
         "questions_needed": needed if difference and _can_be_named(needed, difference) else None,
         "speedup": _dict(ratio_interval([b for _, b in both], [a for a, _ in both])),
-        "verifier_tokens": ours / theirs if theirs and ours is not None else None,
+        "verifier_tokens": _verifier_tokens(pairs),
         **{name: _graded_difference(pairs, name) for name in _GRADED},
         **{name: _judged_difference(run, system, name) for name in _JUDGED},
     }
@@ -270,15 +266,23 @@ def _stages(timed: Sequence[Outcome]) -> dict[str, float]:
 
 
 def _tokens(found: Sequence[Tokens]) -> dict[str, float | None]:
-    """Return a role's tokens for a question, on average; None where a server did not count."""
+    """Return a role's tokens for an answer, on average; None where a server did not count."""
     totals = {
         "prompt": summed([one.prompt for one in found]),
         "completion": summed([one.completion for one in found]),
     }
     return {
-        name: None if total is None else total / max(1, len(found))
+        name: None if total is None or not found else total / len(found)
         for name, total in totals.items()
     }
+
+
+def _verifier_tokens(pairs: Sequence[tuple[Outcome, Outcome]]) -> float | None:
+    """Return the verifier's tokens by those of standard RAG, where both have an answer."""
+    both = [(a.verifier, b.verifier) for a, b in pairs if not a.failed and not b.failed]
+    ours = summed([_read_and_written(one) for one, _ in both])
+    theirs = summed([_read_and_written(one) for _, one in both])
+    return ours / theirs if theirs and ours is not None else None
 
 
 def _read_and_written(tokens: Tokens) -> int | None:
@@ -286,20 +290,22 @@ def _read_and_written(tokens: Tokens) -> int | None:
 
 
 def _decoded_by_drafter(outcomes: Sequence[Outcome]) -> float | None:
-    ours = summed([one.drafter.completion for one in outcomes])
-    theirs = summed([one.verifier.completion for one in outcomes])
+    answered = [one for one in outcomes if not one.failed]
+    ours = summed([one.drafter.completion for one in answered])
+    theirs = summed([one.verifier.completion for one in answered])
     if ours is None or theirs is None or not ours + theirs:
         return None
     return ours / (ours + theirs)
 
 
 def _cost(outcomes: Sequence[Outcome], prices: Prices | None) -> Json | None:
-    """Return what a thousand questions cost; None where a price or a time is lacking."""
-    if not prices or not outcomes:
+    """Return what a thousand answers cost; None where a price or a time is lacking."""
+    if not prices:
         return None
     costs = [
         _priced(one.drafter, prices.get("drafter")) + _priced(one.verifier, prices.get("verifier"))
         for one in outcomes
+        if not one.failed
     ]
     known = [cost for cost in costs if not math.isnan(cost)]
     if not known:

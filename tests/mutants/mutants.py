@@ -2594,8 +2594,8 @@ MUTANTS = [
         "published outcomes hold what an endpoint said",
         OWN,
         "evaluation/outcomes: eval_runs::without_texts_nothing_written_is_left",
-        '            found.pop("error")\n',
-        "",
+        'found["error"] = "" if self.failed else None',
+        "pass",
     ),
     # ---------------------------------------------------------------- evaluation: systems
     mutant(
@@ -2761,8 +2761,8 @@ MUTANTS = [
         OWN,
         "evaluation/summary: "
         "eval_summary::the_verifiers_work_and_the_speed_are_told_against_standard_rag",
-        '"verifier_tokens": ours / theirs if theirs',
-        '"verifier_tokens": theirs / ours if theirs',
+        "return ours / theirs if theirs",
+        "return theirs / ours if theirs",
     ),
     mutant(
         "replayed outcomes take no time",
@@ -3489,9 +3489,24 @@ MUTANTS = [
         "varies = deviation > 0",
     ),
     mutant(
+        "a question that failed took no tokens",
+        OWN,
+        "evaluation/runs: eval_runs::a_question_that_fails_is_an_outcome_with_its_reason",
+        "_UNKNOWN = Tokens(prompt=None, completion=None)",
+        "_UNKNOWN = Tokens()",
+    ),
+    mutant(
+        "a system that fails where questions are long reads less than standard RAG",
+        OWN,
+        "evaluation/summary: eval_summary::a_system_that_fails_looks_no_cheaper",
+        "if not a.failed and not b.failed]",
+        "]",
+    ),
+    mutant(
         "the paper's formula is calibrated with an early stop that its engine refuses",
         OWN,
-        "evaluation/calibrating: eval_calibrate_cli::the_papers_formula_is_calibrated_without_an_early_stop",
+        "evaluation/calibrating: "
+        "eval_calibrating::the_papers_product_is_calibrated_without_an_early_stop",
         'early_stops=fingerprint.formula != "paper"',
         "early_stops=True",
     ),
