@@ -3489,6 +3489,20 @@ MUTANTS = [
         "varies = deviation > 0",
     ),
     mutant(
+        "the commit is the last one that changed a folder",
+        OWN,
+        "evaluation/machine: eval_machine::the_commit_is_that_of_the_checkout",
+        '"rev-parse", "--short", "HEAD"',
+        '"log", "-1", "--format=%h", "--", "evaluation"',
+    ),
+    mutant(
+        "the commit is that of the repository that the package is installed in",
+        OWN,
+        "evaluation/machine: eval_machine",
+        "not top or Path(top) != package.parent or not _is_ours(package.parent)",
+        "not top",
+    ),
+    mutant(
         "a question that failed took no tokens",
         OWN,
         "evaluation/runs: eval_runs::a_question_that_fails_is_an_outcome_with_its_reason",
