@@ -671,6 +671,7 @@ def _run(
     from specrag_integrations.evaluation.folder import Manifest, RunFolder, held
     from specrag_integrations.evaluation.judging import judge_answers
     from specrag_integrations.evaluation.runs import Run, served
+    from specrag_integrations.evaluation.sittings import Sitting
     from specrag_integrations.evaluation.systems import Models
     from specrag_integrations.local.weights import cache_folder
     from specrag_integrations.portal import portal
@@ -697,8 +698,13 @@ def _run(
         manifest = Manifest(
             models=facts,
             prompts=prompts_hash(),
-            seed=data.seed,
-            command=shlex.join(["specrag", *map(_without_secrets, sys.argv[1:])]),
+            sittings=[
+                Sitting(
+                    seed=data.seed,
+                    servers={role: told["server"] for role, told in facts.items()},
+                    command=shlex.join(["specrag", *map(_without_secrets, sys.argv[1:])]),
+                )
+            ],
         )
         run = Run(
             questions=questions,

@@ -631,11 +631,16 @@ def show_evaluation(out: Console, summary: Mapping[str, Any]) -> None:
         if label := one["majority"]:
             told = f"{one['name']}: {label['label']} every time is right {_percent(label['share'])}"
             out.print(_text(told, "dim"))
-    _show_failures(out, asked)
+    _show_cautions(out, summary, asked)
     show_closing(out, summary["recommendation"])
 
 
-def _show_failures(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+def _show_cautions(
+    out: Console, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Print which figures are not what they seem."""
+    if told := summary.get("mixed_times"):
+        out.print(_text(told, "yellow"))
     for row in rows:
         if row["errors"]:
             out.print(_text(_told_of_failures(row), "yellow"))
@@ -816,7 +821,7 @@ def show_seed_table(out: Console, summary: Mapping[str, Any]) -> None:
     out.print(table)
     if judged:
         out.print(_text(_told_of_judging(summary, known), "dim"))
-    _show_failures(out, known)
+    _show_cautions(out, summary, known)
 
 
 _RIGHT = ("right", "accuracy")

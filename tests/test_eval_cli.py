@@ -69,6 +69,20 @@ def test_systems_are_compared_and_the_run_is_kept(
     assert specrag("report", out).stdout == done.stdout
 
 
+def test_each_sitting_of_a_run_says_who_answered(
+    scripted: Scripted, data: Path, tmp_path: Path
+) -> None:
+    """One that had nothing to ask is none."""
+    server, out = scripted(respond, kind="llama.cpp"), tmp_path / "run"
+    command = ["eval", data, "--drafter", server.base_url, "--systems", "standard", "--out", out]
+    for options in (["--limit", "2"], ["--limit", "2"], ["--seed", "7"]):
+        specrag(*command, *options, SPECRAG_CACHE=str(tmp_path / "c"))
+    sittings = json.loads((out / "summary.json").read_text())["sittings"]
+    assert [one["seed"] for one in sittings] == [0, 7]
+    assert all(one["servers"]["verifier"].startswith("llama.cpp") for one in sittings)
+    assert sittings[1]["command"].endswith(" --seed 7")
+
+
 def test_another_run_replays_the_cache(scripted: Scripted, data: Path, tmp_path: Path) -> None:
     """New systems over old replies cost nothing; --fresh asks all of it anew."""
     server = scripted(respond)
@@ -338,7 +352,7 @@ def test_no_secret_of_an_address_is_written(scripted: Scripted, data: Path, tmp_
     for text in (done.stdout, done.stderr, *(one.read_bytes().decode("latin-1") for one in files)):
         assert "pass-" not in text
         assert "joe" not in text
-    command = json.loads((out / "run.json").read_text())["command"]
+    command = json.loads((out / "summary.json").read_text())["command"]
     assert shlex.split(command)[-4:] == [
         "--json",
         "--drafter",

@@ -454,6 +454,13 @@ def test_the_seed_table_is_judged_where_all_engines_are() -> None:
     assert "100 % (" in told
 
 
+@pytest.mark.parametrize("show", [show_evaluation, show_seed_table])
+def test_times_of_several_machines_are_told_of(show: Callable[[Console, Json], None]) -> None:
+    """Beneath each table that has times."""
+    summary = {**judged_summary({"standard": STANDARD}), "mixed_times": "Of 2 machines."}
+    assert "Of 2 machines." in printed(show, summary)
+
+
 def test_the_page_shows_what_was_judged(tmp_path: Path) -> None:
     """A table of its own with both numbers, their differences and the caution."""
     with RunFolder(tmp_path, manifest()) as folder:

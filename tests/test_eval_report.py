@@ -139,7 +139,7 @@ def whole() -> dict[str, Any]:
             }
         ],
     )
-    return {
+    sitting = {
         "version": "0.1.0",
         "made": "2026-11-30T01:00:00+00:00",
         "commit": "abc123",
@@ -152,6 +152,16 @@ def whole() -> dict[str, Any]:
             "system": "Linux",
             "python": "3.11.7",
         },
+        "servers": {"drafter": "llama.cpp b1", "verifier": None},
+    }
+    return {
+        **sitting,
+        "sittings": [
+            sitting,
+            {**sitting, "made": "2026-12-01T01:00:00+00:00", "commit": "def456+changes"},
+            {**sitting, "made": "2026-12-02T01:00:00+00:00"},
+        ],
+        "mixed_times": "The times come from 2 machines.",
         "models": {
             "drafter": {"name": "small", "server": "llama.cpp b1", "where": "embedded"},
             "verifier": {"name": "large", "server": None, "where": "http://localhost:8000/v1"},
@@ -377,10 +387,16 @@ def test_the_recommendation_is_what_is_read_first(page: Page) -> None:
         "specrag-integrations 0.1.0, commit abc123",
         "Seed 7",
         "specrag eval nq.jsonl fm2.jsonl",
+        "Went on 1 December 2026, 01:00 UTC; specrag-integrations 0.1.0, commit def456+changes",
+        "Went on 2 December 2026, 01:00 UTC; all else as before",
+        "and p95. The times come from 2 machines.",
     ],
 )
 def test_what_was_run_is_said(page: Page, words: str) -> None:
-    """Models, servers, machine, date, version, commit, seed and command are on the page."""
+    """Models, servers, machine, date, version, commit, seed and command are on the page.
+
+    Of a later sitting, what was not as in the first.
+    """
     assert words in page.text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from specrag_integrations.evaluation.outcomes import (
     write_outcomes,
 )
 from specrag_integrations.evaluation.questions import Question
+from specrag_integrations.evaluation.sittings import Sitting
 from specrag_integrations.evaluation.summary import HourPrice, compared, summarised
 from specrag_integrations.evaluation.systems import parse_systems
 
@@ -559,8 +560,13 @@ def test_without_a_baseline_nothing_is_recommended() -> None:
 # -------------------------------------------------------------------- the folder
 
 
+def sitting(**fields: Any) -> Sitting:
+    servers = {role: model["server"] for role, model in MODELS.items()}
+    return Sitting(**{"seed": 0, "servers": servers, **fields})
+
+
 def manifest(**fields: Any) -> Manifest:
-    return Manifest(**{"models": MODELS, "prompts": "abc", "seed": 0, **fields})
+    return Manifest(**{"models": MODELS, "prompts": "abc", "sittings": [sitting()], **fields})
 
 
 def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -742,7 +748,7 @@ def test_a_line_may_be_cut_within_a_character(tmp_path: Path) -> None:
     with RunFolder(tmp_path, manifest()) as folder:
         assert [one.id for one in folder.outcomes] == ["q0"]
         folder.keep(outcome("standard", 1, True, text="Fluß"))
-    assert path.read_bytes() == whole
+    assert path.read_bytes().replace(b'"sitting": 1', b'"sitting": 0') == whole
 
 
 @pytest.mark.parametrize(
@@ -757,6 +763,9 @@ def test_a_line_may_be_cut_within_a_character(tmp_path: Path) -> None:
         '{"models": {"drafter": {"name": 1, "identity": 2}}, "prompts": "", "seed": 0}',
         '{"models": {}, "prompts": "", "seed": 0, "judge": 5}',
         '{"models": {}, "prompts": "", "seed": 0, "setups": 5}',
+        '{"models": {}, "prompts": "", "sittings": []}',
+        '{"models": {}, "prompts": "", "sittings": 5}',
+        '{"models": {}, "prompts": "", "sittings": [{"seed": 0, "machine": 5}]}',
     ],
 )
 def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
@@ -778,6 +787,98 @@ def test_names_of_another_set_up_are_not_mixed(tmp_path: Path) -> None:
             folder.add_setups({"speculative on rivers": "c", "standard on rivers": "a"})
     with RunFolder(tmp_path, manifest()) as folder:
         assert folder.manifest.setups == {"standard on rivers": "a", "speculative on rivers": "b"}
+
+
+FAST = {"cpu": "Fast", "cores": 64}
+SLOW = {"cpu": "Slow", "cores": 2}
+
+
+def answered_in(path: Path, *sittings: Sitting, **fields: Any) -> Json:
+    """Have each sitting answer a question; return the summary."""
+    for number, one in enumerate(sittings):
+        with RunFolder(path, manifest(sittings=[one])) as folder:
+            folder.add_questions([question(number)])
+            folder.keep(outcome("standard", number, True, **fields))
+    with RunFolder(path) as folder:
+        return folder.summarise(folder.questions, parse_systems("standard"))
+
+
+def test_every_sitting_of_a_run_is_told(tmp_path: Path) -> None:
+    """Another seed, machine, server or commit is in the summary, which is of all of them."""
+    first = sitting(commit="aaa", machine=FAST)
+    later = sitting(seed=7, commit="bbb", machine=SLOW, servers={"drafter": "llama.cpp b2"})
+    summary = answered_in(tmp_path, first, later)
+
+    assert summary["sittings"] == [asdict(first), asdict(later)]
+    assert (summary["seed"], summary["commit"], summary["machine"]) == (0, "aaa", FAST)
+    assert [one.sitting for one in read_outcomes(tmp_path / "outcomes.jsonl")] == [0, 1]
+    page = (tmp_path / "report.html").read_text()
+    assert "Slow, 2 cores; drafter llama.cpp b2" in page
+    assert f"seed 7; specrag-integrations {later.version}, commit bbb" in page
+
+
+@pytest.mark.parametrize(
+    ("later", "told"),
+    [
+        ({"machine": SLOW}, "2 machines (Fast, 64 cores; Slow, 2 cores)"),
+        (
+            {"servers": {"drafter": "llama.cpp b1", "verifier": "llama.cpp b2"}},
+            "2 servers of the verifier (llama.cpp b1; llama.cpp b2)",
+        ),
+        ({"seed": 7, "commit": "bbb"}, None),
+    ],
+)
+def test_times_of_unlike_sittings_are_not_put_together_in_silence(
+    tmp_path: Path, later: Json, told: str | None
+) -> None:
+    """The summary and the report say which machines and servers the times come from."""
+    both = sitting(machine=FAST), sitting(**{"machine": FAST, **later})
+    mixed = answered_in(tmp_path, *both)["mixed_times"]
+
+    assert (mixed is None) if told is None else (f"The times come from {told}: measure" in mixed)
+    assert ("The times come from" in (tmp_path / "report.html").read_text()) is bool(told)
+
+
+def test_replayed_answers_have_no_times_to_mix(tmp_path: Path) -> None:
+    """Rightness is the same on any machine."""
+    both = sitting(machine=FAST), sitting(machine=SLOW)
+    assert answered_in(tmp_path, *both, seconds=None)["mixed_times"] is None
+
+
+def test_a_sitting_that_answered_nothing_leaves_nothing(tmp_path: Path) -> None:
+    """Neither one that was stopped before the first answer nor one that had nothing to ask."""
+    for one in (sitting(machine=SLOW), sitting(machine=FAST)):
+        with RunFolder(tmp_path, manifest(sittings=[one])) as folder:
+            pass
+    with RunFolder(tmp_path, manifest(sittings=[sitting(machine=FAST)])) as folder:
+        folder.keep(outcome("standard", 0, True))
+    with RunFolder(tmp_path, manifest(sittings=[sitting(machine=SLOW)])):
+        pass
+    with RunFolder(tmp_path, manifest()) as folder:
+        assert [one.machine for one in folder.manifest.sittings] == [FAST]
+
+
+def test_a_folder_of_an_older_release_goes_on(tmp_path: Path) -> None:
+    """Its manifest tells of one sitting, beside the rest; its outcomes are of that one."""
+    with RunFolder(tmp_path, manifest(sittings=[sitting(machine=FAST)])) as folder:
+        folder.add_setups({"standard on rivers": "a"})
+        folder.add_questions([question(0)])
+        folder.keep(outcome("standard", 0, True))
+    new = json.loads((tmp_path / "run.json").read_text())
+    (one,) = new.pop("sittings")
+    servers = one.pop("servers")
+    (tmp_path / "run.json").write_text(json.dumps({**new, **one}))
+    lines = json.loads((tmp_path / "outcomes.jsonl").read_text())
+    del lines["sitting"]
+    (tmp_path / "outcomes.jsonl").write_text(json.dumps(lines) + "\n")
+
+    summary = RunFolder(tmp_path).summarise([question(0)], parse_systems("standard"))
+    assert summary["sittings"] == [{**one, "servers": servers}]
+    assert summary["setups"] == {"standard on rivers": "a"}
+    with RunFolder(tmp_path, manifest(sittings=[sitting(machine=SLOW)])) as folder:
+        folder.add_questions([question(1)])
+        folder.keep(outcome("standard", 1, True))
+    assert [one.machine for one in RunFolder(tmp_path).manifest.sittings] == [FAST, SLOW]
 
 
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -7,15 +7,12 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
-from importlib.metadata import version
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import IO, Any, Self
 
 from specrag_integrations.errors import ConfigurationError, EvaluationError, InputError
 from specrag_integrations.evaluation.judging import judgement_line, read_judgements
-from specrag_integrations.evaluation.machine import commit, machine
 from specrag_integrations.evaluation.outcomes import (
     HALF_CHARACTERS,
     Outcome,
@@ -27,7 +24,8 @@ from specrag_integrations.evaluation.questions import Question
 from specrag_integrations.evaluation.ragas import Judgement
 from specrag_integrations.evaluation.report import check_template, report_html
 from specrag_integrations.evaluation.runs import Key
-from specrag_integrations.evaluation.summary import Prices, compared, summarised
+from specrag_integrations.evaluation.sittings import Sitting, mixed_times
+from specrag_integrations.evaluation.summary import Compared, Prices, compared, summarised
 from specrag_integrations.evaluation.systems import System
 from specrag_integrations.models import Message
 from specrag_integrations.passages import Passage
@@ -47,15 +45,11 @@ class Manifest:
     """What the outcomes of a run have in common; a run can only go on with the same."""
 
     models: Mapping[str, Mapping[str, Any]]
-    """By role: name, identity, and what the server says of itself."""
+    """By role: name, identity, and what the server said of itself at first."""
     prompts: str
     """The hash of all prompts."""
-    seed: int
-    made: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    command: str = ""
-    version: str = field(default_factory=lambda: version("specrag-integrations"))
-    commit: str | None = field(default_factory=commit)
-    machine: Mapping[str, Any] = field(default_factory=machine)
+    sittings: Sequence[Sitting]
+    """Those that answered something, in their order; this one alone before the first answer."""
     judge: Mapping[str, Any] | None = None
     """Who judged the answers, told like the models; a run can be judged later."""
     setups: Mapping[str, str] = field(default_factory=dict)
@@ -79,11 +73,26 @@ class Manifest:
         Raises:
             AttributeError, KeyError, TypeError, ValueError: something else stands there.
         """
-        found = cls(**read)
+        own = {one.name: read[one.name] for one in fields(cls) if one.name in read}
+        told = read["sittings"] if "sittings" in read else [_only_sitting(read)]
+        found = cls(**{**own, "sittings": [_sitting(one) for one in told]})
+        if not found.sittings:
+            raise ValueError("it names no sitting")
         for one in (*found.models.values(), *([found.judge] if found.judge else [])):
             if not all(isinstance(one[name], str) for name in ("name", "identity")):
                 raise TypeError("a model has no name or identity")
         return replace(found, setups=dict(found.setups))
+
+
+def _sitting(read: Mapping[str, Any]) -> Sitting:
+    found = Sitting(**read)
+    return replace(found, servers=dict(found.servers), machine=dict(found.machine))
+
+
+def _only_sitting(read: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sitting that older releases told of, beside the rest."""
+    own = {one.name: read[one.name] for one in fields(Sitting) if one.name in read}
+    return {**own, "servers": {role: one.get("server") for role, one in read["models"].items()}}
 
 
 @contextmanager
@@ -133,6 +142,7 @@ class RunFolder:
         self.judgements: dict[Key, Judgement] = {}
         self.questions: list[Question] = []
         self._files: dict[str, IO[str]] = {}
+        self._resumed_by: Manifest | None = None  # until it has answered something
         if path is None:
             assert manifest is not None  # noqa: S101 - else there is nothing to read
             self.manifest = manifest
@@ -155,6 +165,8 @@ class RunFolder:
         if found is None:
             path.mkdir(parents=True, exist_ok=True)
             self._write_manifest()
+        else:
+            self._resumed_by = manifest
         if (path / OUTCOMES).exists():
             self.outcomes = read_outcomes(path / OUTCOMES)
         if (path / JUDGEMENTS).exists():
@@ -263,20 +275,44 @@ class RunFolder:
             MissingDependencyError: the report needs jinja2.
         """
         run = compared(questions, systems, self.outcomes, self.judgements)
-        summary = {**asdict(self.manifest), **summarised(run, prices=prices)}
+        summary = {
+            **asdict(self.manifest.sittings[0]),
+            **asdict(self.manifest),
+            "mixed_times": mixed_times(self._timed(run)),
+            **summarised(run, prices=prices),
+        }
         if self.path is not None:
             self.write(SUMMARY, json.dumps(summary, ensure_ascii=False, indent=2))
             self.write(REPORT, report_html(summary))
         return summary
 
+    def _timed(self, run: Compared) -> list[Sitting]:
+        """Return the sittings that the times of a run come from."""
+        outcomes = [one for system in run.systems for one in run.of(system.name)]
+        timed = {one.sitting for one in outcomes if one.seconds is not None}
+        return [one for number, one in enumerate(self.manifest.sittings) if number in timed]
+
     def keep(self, outcome: Outcome) -> None:
-        """Add an outcome; it is on the disk when this returns.
+        """Add an outcome, as one of this sitting; it is on the disk when this returns.
 
         Raises:
             EvaluationError: it cannot be written; what was kept before is still there.
         """
+        if self._resumed_by is not None:
+            self._begin(self._resumed_by)
+            self._resumed_by = None
+        outcome = replace(outcome, sitting=len(self.manifest.sittings) - 1)
         self._append(OUTCOMES, line_of(outcome))
         self.outcomes.append(outcome)
+
+    def _begin(self, mine: Manifest) -> None:
+        """Say who answers from now on; of a sitting that answered nothing, nothing is left."""
+        if self.outcomes:
+            sittings = [*self.manifest.sittings, *mine.sittings]
+            self.manifest = replace(self.manifest, sittings=sittings)
+        else:
+            self.manifest = replace(self.manifest, models=mine.models, sittings=mine.sittings)
+        self._write_manifest()
 
     def keep_judgement(self, key: Key, judgement: Judgement) -> None:
         """Add the judgement of an outcome; it is on the disk when this returns.

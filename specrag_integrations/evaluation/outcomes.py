@@ -110,6 +110,8 @@ class Outcome:
     requests: int = 0
     error: str | None = field(default=None, repr=False)
     """Why there is no answer."""
+    sitting: int = 0
+    """In which sitting of its run it was made, counted from 0."""
 
     @property
     def key(self) -> tuple[str, str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,19 @@ _TOKENS = {"prompt": None, "completion": None}
 _TESTED = ({"value": None, "low": None, "high": None, "n": None, "p": None},)
 _MODEL = ({"name": "unnamed model", "server": None, "where": None},)
 _SWEPT = [{"value": None, "system": "unnamed", "accuracy": _ESTIMATE, "seconds": None}]
-_SUMMARY: dict[str, Any] = {
+_SITTING: dict[str, Any] = {
     "version": "",
     "made": "",
     "commit": None,
     "seed": None,
     "command": "",
     "machine": {"cpu": None, "cores": None, "memory_gb": None, "system": None, "python": None},
+    "servers": {"drafter": None, "verifier": None},
+}
+_SUMMARY: dict[str, Any] = {
+    **_SITTING,
+    "sittings": [_SITTING],
+    "mixed_times": None,
     "models": {"drafter": _MODEL, "verifier": _MODEL},
     "judge": _MODEL,
     "datasets": [
@@ -338,12 +344,33 @@ def _facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     facts += [("Questions", _questions(found["datasets"])), ("Machine", _machine(found["machine"]))]
     if found["seed"] is not None:
         facts.append(("Seed", str(found["seed"])))
-    version = " ".join(part for part in ("specrag-integrations", found["version"]) if part)
-    commit = f"commit {found['commit']}" if found["commit"] else "commit unknown"
-    facts += [("Made", _date(found["made"])), ("By", f"{version}, {commit}")]
+    facts += [("Made", _date(found["made"])), ("By", _code(found))]
     if found["command"]:
         facts.append(("Command", found["command"]))
-    return facts
+    return [*facts, *(("Went on", told) for told in _later(found["sittings"]))]
+
+
+def _later(sittings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Tell of each sitting after the first when it was, and what was not as in the first."""
+    for sitting in sittings[1:]:
+        both = zip(_setting(sitting), _setting(sittings[0]), strict=True)
+        other = [words for words, before in both if words != before]
+        yield "; ".join([_date(sitting["made"]), *(other or ["all else as before"])])
+
+
+def _setting(sitting: Mapping[str, Any]) -> list[str]:
+    servers = sitting["servers"]
+    return [
+        _machine(sitting["machine"]),
+        *(f"{role} {servers[role] or 'server version unknown'}" for role in servers),
+        f"seed {sitting['seed']}",
+        _code(sitting),
+    ]
+
+
+def _code(sitting: Mapping[str, Any]) -> str:
+    version = " ".join(part for part in ("specrag-integrations", sitting["version"]) if part)
+    return f"{version}, commit {sitting['commit'] or 'unknown'}"
 
 
 def _model(model: Mapping[str, Any]) -> str:

@@ -3489,6 +3489,20 @@ MUTANTS = [
         "varies = deviation > 0",
     ),
     mutant(
+        "a run that goes on elsewhere is told as the first sitting's",
+        OWN,
+        "evaluation/folder: eval_summary::every_sitting_of_a_run_is_told",
+        "[*self.manifest.sittings, *mine.sittings]",
+        "self.manifest.sittings",
+    ),
+    mutant(
+        "times of two machines are put together in silence",
+        OWN,
+        "evaluation/sittings: eval_summary::times_of_unlike_sittings_are_not_put_together_in_silence",
+        "if len(unlike) > 1:",
+        "if len(unlike) > 2:",
+    ),
+    mutant(
         "the commit is the last one that changed a folder",
         OWN,
         "evaluation/machine: eval_machine::the_commit_is_that_of_the_checkout",
