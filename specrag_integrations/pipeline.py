@@ -53,7 +53,7 @@ from specrag_integrations.prompts import (
     draft_messages,
     refine_messages,
 )
-from specrag_integrations.scores import Score, Scoring, TierName
+from specrag_integrations.scores import TIERS, Score, Scoring, TierName
 from specrag_integrations.selection import (
     BestScore,
     Candidate,
@@ -116,7 +116,7 @@ class SpeculativeRAG(Engine):
         embedder: (texts, question) -> array (n, d), sync or async, used for all passages if any
             lacks an embedding; TF-IDF without it.
         scoring: How drafts are scored; by default at the best tier that the verifier's server
-            allows, and with the calibration's weights.
+            allows. Without `weights` of its own it takes the calibration's.
         selector: How one of them is selected; by default the highest score wins. The tiers `choice`
             and `agreement` bring their own.
         calibration: What `specrag calibrate` measured in this very set-up. It gives answers their
@@ -770,7 +770,7 @@ def _step(
 def _scoring(
     given: Scoring | None, calibration: Calibration | None, selector: Selector | None
 ) -> Scoring:
-    """Return how drafts are scored: as given, else with the weights of the calibration.
+    """Return how drafts are scored: as given, with the calibration's weights where none are.
 
     Raises:
         ConfigurationError: there are no scores that could be calibrated.
@@ -781,12 +781,16 @@ def _scoring(
         raise ConfigurationError(
             f"{type(selector).__name__} reads no scores, so that calibration= does nothing"
         )
-    scoring = given or Scoring(weights=calibration.weights or None)
+    scoring = given or Scoring()
     if scoring.tier in {"choice", "agreement"}:
         raise ConfigurationError(
             f"at tier={scoring.tier!r} no draft has a score of its own, so that calibration= does "
             "nothing"
         )
+    known = TIERS[scoring.tier or "prompt_logprobs"].terms
+    weighable = scoring.weights is None and scoring.formula == "weighted"
+    if weighable and calibration.weights and calibration.weights.keys() <= set(known):
+        return replace(scoring, weights=calibration.weights)
     return scoring
 
 

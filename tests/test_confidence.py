@@ -402,6 +402,44 @@ def test_scores_have_the_weights_of_the_calibration(scripted: Scripted) -> None:
         assert score.value == pytest.approx(weighed)
 
 
+@pytest.mark.parametrize(
+    "scoring",
+    [
+        Scoring(order="answer_first"),
+        Scoring(evidence="passages"),
+        Scoring(tier="reflection", order="answer_first"),
+    ],
+)
+def test_a_scoring_without_weights_takes_those_of_the_calibration(
+    server: ScriptedServer, scoring: Scoring
+) -> None:
+    """It says how to ask, and the calibration how to weigh what comes back."""
+    weights = {"reflection": 0.25, "draft_answer": 0.75}
+    mine = calibration(replace(SETUP, prompts=prompt_hash(scoring), weights=weights))
+
+    assert rag(server, calibration=mine, scoring=scoring).fingerprint().weights == weights
+
+
+@pytest.mark.parametrize(
+    ("scoring", "told"),
+    [
+        (Scoring(weights={"reflection": 1.0}), "weights: expected reflection=0.25"),
+        (Scoring(formula="paper"), "formula: expected weighted, found paper"),
+        (Scoring(tier="draft_only"), "tier: expected reflection, found draft_only"),
+    ],
+)
+def test_a_scoring_that_cannot_have_the_weights_is_another_set_up(
+    server: ScriptedServer, scoring: Scoring, told: str
+) -> None:
+    """It has weights of its own, a formula without any, or a tier without their terms."""
+    weights = {"reflection": 0.25, "draft_answer": 0.75}
+
+    with pytest.raises(ConfigurationError, match="another set-up") as raised:
+        rag(server, calibration=calibration(replace(SETUP, weights=weights)), scoring=scoring)
+
+    assert told in str(raised.value)
+
+
 # ---------------------------------------------------------------- the confidence of an answer
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from specrag_integrations import (
 )
 from specrag_integrations.confidence import Fingerprint
 from specrag_integrations.evaluation import calibrating
+from specrag_integrations.evaluation.cache import CachedModel, ReplyCache
 from specrag_integrations.evaluation.calibrating import (
     GRID,
     LEAST_QUESTIONS,
@@ -34,6 +37,9 @@ from specrag_integrations.evaluation.calibrating import (
     find_thresholds,
 )
 from specrag_integrations.evaluation.outcomes import DraftOutcome, Grades, Outcome
+from specrag_integrations.evaluation.questions import Question
+from specrag_integrations.evaluation.runs import Run
+from specrag_integrations.evaluation.systems import Models, system_named
 
 Rng = np.random.Generator
 Seen = tuple[float, bool]
@@ -434,6 +440,51 @@ def test_weights_are_fitted_where_they_choose_better() -> None:
     assert report.fitted_efficiency is not None
     assert report.fitted_efficiency.interval.value > report.current_efficiency.interval.value + 0.2
     assert report.notes == ()
+
+
+def test_weights_that_the_system_sets_are_kept() -> None:
+    """Whatever would choose better: it is deployed with its own, and the file must go with them."""
+    made = world(np.random.default_rng(5), 400, noise=True)
+    own = {"reflection": 1.0, "draft_answer": 1.0}
+    report = calibrate(made, fingerprint=Fingerprint(weights=own))
+
+    assert report.calibration.weights == own
+    assert report.fitted_efficiency is None
+    assert report.notes == ()
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["", "+answer_first", "+evidence", "+reflection", "+with_draft", "+only_draft_answer"],
+)
+def test_a_file_goes_with_the_system_it_was_made_of(
+    server: ScriptedServer, tmp_path: Path, options: str
+) -> None:
+    """Under the same name: whatever its scoring asks, and wherever its weights are from."""
+    with closing(ReplyCache(tmp_path / "replies")) as cache:
+        model = CachedModel(Endpoint(server.base_url, "scripted"), cache=cache, identity="scripted")
+        models, system = Models(drafter=model, verifier=model), f"speculative{options}"
+        run = Run(questions=[ASKED], systems=[system_named(system)], models=models)
+        setup = run.fingerprint()
+        made = [
+            replace(one, drafts=tuple(with_draft_term(draft) for draft in one.drafts))
+            for one in world(np.random.default_rng(5), 400, noise=True)
+        ]
+        found = calibrate(made, fingerprint=replace(setup, tier="reflection")).calibration
+        system_named(f"{system}+calibrated").engine(replace(models, calibration=found), ASKED)
+
+    own = setup.weights
+    assert found.weights == own if own else found.weights["draft_answer"] > 0.8
+
+
+ASKED = Question(
+    id="1", dataset="d", question="Q?", answers=("a",), passages=(Passage(text="t", id="1"),)
+)
+
+
+def with_draft_term(draft: DraftOutcome) -> DraftOutcome:
+    """Return the same with the term that is the mean of the drafter's two."""
+    return replace(draft, terms={**draft.terms, "draft": draft.terms["draft_answer"]})
 
 
 @pytest.mark.parametrize("size", [0.1, 1e6])

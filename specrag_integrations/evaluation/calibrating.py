@@ -120,7 +120,8 @@ def calibrate(
 
     Args:
         outcomes: Of one system, one for each question, with its drafts: no early stop, no deadline.
-        fingerprint: The set-up they were made in, with the weights of its scores.
+        fingerprint: The set-up they were made in. Weights that it has are its own, and stay; none
+            are fitted then.
         target_precision: The share of accepted answers that are to be right.
         delta: How likely the promise may fail, over the choice of the questions.
         selector: The system's, which must read scores and ask no model; the best score by default.
@@ -144,7 +145,8 @@ def calibrate(
     questions = _questions(outcomes, tier)
     fitting, testing = _halves(questions, np.random.default_rng(seed))
     terms = _terms(fitting, tier)
-    weighing = _weigh(fitting, () if fingerprint.formula == "paper" else terms, seed)
+    weighed = fingerprint.formula == "paper" or fingerprint.weights
+    weighing = _weigh(fitting, () if weighed else terms, seed)
     if weighing.weights:
         fitting, testing = (_rescored(half, weighing.weights) for half in (fitting, testing))
         fingerprint = replace(fingerprint, weights=weighing.weights)

@@ -2196,8 +2196,15 @@ MUTANTS = [
         "scores do not have the weights of the calibration",
         OWN,
         "pipeline: confidence::scores_have_the_weights_of_the_calibration",
-        "scoring = given or Scoring(weights=calibration.weights or None)",
-        "scoring = given or Scoring()",
+        "        return replace(scoring, weights=calibration.weights)\n",
+        "        return scoring\n",
+    ),
+    mutant(
+        "any scoring option drops the weights of the calibration",
+        OWN,
+        "pipeline: confidence::a_scoring_without_weights_takes_those_of_the_calibration",
+        "    weighable = scoring.weights is None and",
+        "    weighable = given is None and",
     ),
     mutant(
         "another server's confidence is believed",
@@ -3015,6 +3022,13 @@ MUTANTS = [
         "evaluation/calibrating: eval_calibrating::weights_that_choose_no_better_are_left_out",
         "if not weights or gain <= 0:",
         "if not weights:",
+    ),
+    mutant(
+        "weights are fitted over those that the system sets",
+        OWN,
+        "evaluation/calibrating: eval_calibrating::weights_that_the_system_sets_are_kept",
+        'fingerprint.formula == "paper" or fingerprint.weights\n',
+        'fingerprint.formula == "paper"\n',
     ),
     mutant(
         "a replay accepts a draft that was cut off",
