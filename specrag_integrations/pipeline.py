@@ -413,8 +413,7 @@ class SpeculativeRAG(Engine):
         work.note(*selection.notes)
         if selector.requests:
             work.stages["select"] = work.clock.elapsed
-        arrived = work.clock.elapsed
-        work.steps += [replace(step, arrived=arrived) for step in selection.steps]
+        work.add_selection(selection)
         return self._trusted(work, selection), candidates
 
     def _trusted(self, work: _Work, selection: Selection) -> Selection:
@@ -654,6 +653,14 @@ class _Work:
         if self.accepted is None and self._is_enough(score):
             self.accepted = score
             self.enough.set()
+
+    def add_selection(self, selection: Selection) -> None:
+        """Take in what a selector has just asked, one request after the other."""
+        arrived, asked = self.clock.elapsed, []
+        for step in reversed(selection.steps):
+            asked.append(replace(step, arrived=arrived))
+            arrived -= step.seconds
+        self.steps += reversed(asked)
 
     def _is_enough(self, score: Score) -> bool:
         """Whether a draft is whole and as trustworthy as `accept_confidence` asks."""

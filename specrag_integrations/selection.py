@@ -79,7 +79,7 @@ class Selection:
     """The winner's answer as the selector wrote it anew; None: as it was drafted."""
     notes: tuple[str, ...] = ()
     steps: tuple[StepUsage, ...] = field(default=(), repr=False)
-    """What the selector asked a model."""
+    """What the selector asked a model, one request after the other."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able form."""

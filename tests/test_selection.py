@@ -813,6 +813,18 @@ def test_listwise_verifies_no_draft_and_is_counted(scripted: Scripted) -> None:
     assert "select" in answer.trace.stages
 
 
+def test_a_second_request_of_listwise_follows_the_first(scripted: Scripted) -> None:
+    """The steps say so: hardware paid by the hour is busy with one after the other."""
+    close = {"A": -0.9, "B": -1.0, "C": -1.1}
+    server = scripted(cities(lambda _: Reply("A", alternatives=close, delay=0.2)))
+    answer = rag(server, selector=Listwise()).ask(QUESTION, PASSAGES)
+
+    first, second = (step for step in answer.usage.steps if step.kind == "select")
+    assert first.seconds >= 0.2
+    assert first.arrived == pytest.approx(second.arrived - second.seconds)
+    assert second.arrived <= answer.trace.seconds
+
+
 def test_the_choice_tier_needs_text_alone_and_two_requests(scripted: Scripted) -> None:
     """A verifier that picks the same answer in both orders is believed."""
     server = scripted(cities(lambda prompt: lettered(prompt, "Rome")))

@@ -1553,7 +1553,14 @@ MUTANTS = [
         "what a selector asks is not counted",
         OWN,
         "pipeline: selection::listwise_verifies_no_draft_and_is_counted",
-        "        work.steps += [replace(step, arrived=arrived) for step in selection.steps]\n",
+        "        work.add_selection(selection)\n",
+        "",
+    ),
+    mutant(
+        "the requests of a selector end at the same time",
+        OWN,
+        "pipeline: selection::a_second_request_of_listwise_follows_the_first",
+        "            arrived -= step.seconds\n",
         "",
     ),
     mutant(
