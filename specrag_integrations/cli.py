@@ -943,7 +943,8 @@ def calibrate(
         wrong=Path(out).is_dir() or not Path(out).parent.is_dir(),
         message=f"--out {out} cannot be written: it must be a file in a folder that is there",
     )
-    questions, selector = data.questions(), system.options.get("selector")
+    questions = [question for question in data.questions() if question.is_judged]
+    selector = system.options.get("selector")
     calibrating.check_calibratable(
         questions=len(questions), selector=selector, tier=system.scoring.get("tier")
     )

@@ -274,6 +274,25 @@ def test_what_cannot_be_calibrated_is_told_before_anything_is_asked(
     assert not file.exists()
 
 
+def test_questions_that_no_rule_can_judge_are_not_asked(
+    scripted: Scripted, tmp_path: Path, cache: Mapping[str, str]
+) -> None:
+    """Alone they are too few at once; beside others they cost nothing."""
+    server, file = scripted(judging(telling)), tmp_path / "mine.json"
+    long = rows(tmp_path / "long.jsonl", 50, answers=["river 0 " * 20])
+    command = ["--drafter", server.base_url, "--system", SYSTEM, "--out", file]
+    told = fails("calibrate", long, *command, **cache)
+
+    assert "at least 40 questions with a scored draft" in told
+    assert "there are 0, those with long answers not counted" in told
+    assert not server.chats
+
+    specrag("calibrate", long, rows(tmp_path / "rivers.jsonl", 45), *command, **cache)
+    # Of the long ones five are worded as no other: the rest would be found in the cache.
+    assert not any("number 49?" in str(body) for body in server.chats)
+    assert any("number 44?" in str(body) for body in server.chats)
+
+
 def test_a_file_that_cannot_be_written_costs_no_reply(
     scripted: Scripted, tmp_path: Path, cache: Mapping[str, str]
 ) -> None:

@@ -210,7 +210,7 @@ def check_calibratable(
     """Refuse what `calibrate` would refuse of outcomes, before any model is asked for them.
 
     Args:
-        questions: How many there are to ask.
+        questions: How many there are to ask whose answers can be judged.
         selector: The system's.
         tier: The one that it forces; None: the best that works.
 
@@ -226,7 +226,8 @@ def _check_enough(questions: int) -> None:
     if questions < LEAST_QUESTIONS:
         raise InputError(
             f"calibrating needs at least {LEAST_QUESTIONS} questions with a scored draft, and "
-            f"several hundred to promise much; there are {questions}"
+            f"several hundred to promise much; there are {questions}, those with long answers not "
+            "counted, since no rule judges these"
         )
 
 

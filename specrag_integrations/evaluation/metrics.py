@@ -63,7 +63,7 @@ def grade(
     right: bool | None = contained
     if answers and question.kind == "label":
         right = _accepted(label, answers)
-    elif answers and question.kind == "long":
+    elif not question.is_judged:
         right = None
     return Grades(
         right=right,

@@ -93,6 +93,11 @@ class Question:
         """Whether there is anything to answer with."""
         return bool(self.answers)
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether a rule tells right answers from wrong ones: none does for long ones."""
+        return self.kind != "long" or not self.answerable
+
 
 def read_questions(
     paths: Sequence[str | os.PathLike[str]],
