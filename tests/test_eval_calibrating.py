@@ -627,6 +627,10 @@ def test_what_could_not_be_scored_is_not_accepted() -> None:
         (lambda made: [replace(one, tier=None) for one in made], "no outcome has scored drafts"),
         (lambda made: [all_of(one, right=True) for one in made], "have a wrong draft"),
         (lambda made: [all_of(one, right=False) for one in made], "have a right draft"),
+        (
+            lambda made: [right_ones_lack_a_term(one) for one in made],
+            "0 of 40 questions have a right draft with draft_answer, reflection",
+        ),
     ],
 )
 def test_outcomes_that_tell_nothing_are_refused(
@@ -642,6 +646,27 @@ def test_outcomes_that_tell_nothing_are_refused(
 def all_of(one: Outcome, *, right: bool) -> Outcome:
     """Return the same with all drafts right, or wrong."""
     return replace(one, drafts=tuple(replace(draft, right=right) for draft in one.drafts))
+
+
+def right_ones_lack_a_term(one: Outcome) -> Outcome:
+    """Return the same with a right draft in one question of five, which lacks a term."""
+    first, *others = (replace(draft, right=False) for draft in one.drafts)
+    if int(one.id) % 5 == 0:
+        terms = {"reflection": first.terms["reflection"]}
+        first = replace(first, right=True, terms=terms)
+    return replace(one, drafts=(first, *others))
+
+
+def test_every_fold_has_right_drafts_to_fit_on() -> None:
+    """However many lack a term beside them: a fit without any would have one class only."""
+    lacking = draft(0, right=True, reflection=-0.1)
+    whole = draft(0, right=True, reflection=-0.1, terms={"draft_answer": -0.1})
+    questions = [
+        calibrating._Question(dataset="d", drafts=(one,)) for one in [lacking] * 30 + [whole] * 5
+    ]
+    for seed in range(5):
+        folds = calibrating._folds(questions, ("reflection", "draft_answer"), seed)
+        assert all(any(questions[place].drafts == (whole,) for place in fold) for fold in folds)
 
 
 def test_options_that_promise_nothing_are_refused() -> None:

@@ -145,6 +145,7 @@ def calibrate(
     questions = _questions(outcomes, tier)
     fitting, testing = _halves(questions, np.random.default_rng(seed))
     terms = _terms(fitting, tier)
+    _check_telling(fitting, terms)
     weighed = fingerprint.formula == "paper" or fingerprint.weights
     weighing = _weigh(fitting, () if weighed else terms, seed)
     if weighing.weights:
@@ -321,23 +322,29 @@ def _selectable(outcome: Outcome, tier: TierName) -> tuple[DraftOutcome, ...]:
 def _halves(
     questions: Sequence[_Question], rng: np.random.Generator
 ) -> tuple[list[_Question], list[_Question]]:
-    """Split at random, each data set in half.
-
-    Raises:
-        InputError: in the first half, there is nothing to tell right from wrong.
-    """
+    """Split at random, each data set in half."""
     shuffled = [questions[place] for place in rng.permutation(len(questions))]
     shuffled.sort(key=lambda question: question.dataset)
-    fitting, testing = shuffled[::2], shuffled[1::2]
+    return shuffled[::2], shuffled[1::2]
+
+
+def _check_telling(questions: Sequence[_Question], terms: Sequence[str]) -> None:
+    """Refuse drafts to fit on that are nearly all right, or nearly all wrong.
+
+    Raises:
+        InputError: nothing tells right from wrong.
+    """
     for right, named_ in ((True, "right"), (False, "wrong")):
-        have = sum(any(draft.right is right for draft in q.drafts) for q in fitting)
+        have = sum(
+            any(draft.right is right and _has(draft, terms) for draft in question.drafts)
+            for question in questions
+        )
         if have < LEAST_OF_EACH:
             raise InputError(
-                f"{have} of {len(fitting)} questions have a {named_} draft, and at least "
-                f"{LEAST_OF_EACH} must, to tell right from wrong by their scores; calibrate on "
-                "other questions"
+                f"{have} of {len(questions)} questions have a {named_} draft with "
+                f"{', '.join(terms)}, and at least {LEAST_OF_EACH} must, to tell right from wrong "
+                "by their scores; calibrate on other questions"
             )
-    return fitting, testing
 
 
 def _terms(questions: Sequence[_Question], tier: TierName) -> tuple[str, ...]:
@@ -359,11 +366,15 @@ def _has(draft: DraftOutcome, terms: Sequence[str]) -> bool:
     return all(term in draft.terms for term in terms)
 
 
-def _folds(questions: Sequence[_Question], seed: int) -> list[list[int]]:
-    """Return the places of the questions of each fold, right ones spread evenly."""
+def _folds(questions: Sequence[_Question], terms: Sequence[str], seed: int) -> list[list[int]]:
+    """Return the places of the questions of each fold, right drafts to fit on spread evenly."""
+
+    def rights(place: int) -> int:
+        return sum(draft.right and _has(draft, terms) for draft in questions[place].drafts)
+
     rng = np.random.default_rng(seed)
     places = [int(place) for place in rng.permutation(len(questions))]
-    places.sort(key=lambda place: sum(draft.right for draft in questions[place].drafts))
+    places.sort(key=rights)
     return [places[first::_FOLDS] for first in range(_FOLDS)]
 
 
@@ -402,7 +413,7 @@ def _weigh(questions: Sequence[_Question], terms: Sequence[str], seed: int) -> _
         note = f"no weights fitted: {told} in the half that fits, {LEAST_CONTESTED} are needed"
         return replace(as_it_is, notes=(note,))
     held_out: list[tuple[_Question, Mapping[int, float]]] = []
-    for fold in _folds(contested, seed):
+    for fold in _folds(contested, terms, seed):
         outside, inside = _apart(contested, fold)
         found = _choice_weights(outside, terms)
         held_out += [(question, _values(question, found)) for question in inside]
@@ -521,7 +532,7 @@ def _fitted(
     }
     if fingerprint.formula != "paper":  # whose product is no sum of terms
         makers["isotonic"] = lambda some: _isotonic(some, fingerprint)
-    folds = _folds(questions, seed)
+    folds = _folds(questions, terms, seed)
     losses = {kind: _cross_validated(questions, folds, fit) for kind, fit in makers.items()}
     return makers[min(losses, key=lambda kind: losses[kind])](questions)
 
