@@ -854,7 +854,7 @@ def report(*, folder: str, prices: tuple[str, ...], features: str | None, table:
     from specrag_integrations.evaluation.systems import system_named
 
     priced = _prices(prices)
-    inside = bool(features and Path(features).resolve().is_relative_to(Path(folder).resolve()))
+    inside = bool(features and _resolved(features).is_relative_to(_resolved(folder)))
     _or_usage(wrong=inside, message=f"--features {features} lies in {folder}: name another")
     with RunFolder(Path(folder)) as run:
         systems = [system_named(name) for name in dict.fromkeys(o.system for o in run.outcomes)]
@@ -934,15 +934,12 @@ def calibrate(
         wrong=system.calibrated,
         message=f"--system {name} stops early; leave +calibrated out, for all drafts are needed",
     )
-    data_files = [Path(file).resolve() for file in data.files]
     _or_usage(
-        wrong=Path(out).resolve() in data_files,
+        wrong=_resolved(out) in map(_resolved, data.files),
         message=f"--out {out} would overwrite the questions",
     )
-    _or_usage(
-        wrong=Path(out).is_dir() or not Path(out).parent.is_dir(),
-        message=f"--out {out} cannot be written: it must be a file in a folder that is there",
-    )
+    reason = _why_no_file(Path(out))
+    _or_usage(wrong=bool(reason), message=f"--out {out} cannot be written: {reason}")
     questions = [question for question in data.questions() if question.is_judged]
     selector = system.options.get("selector")
     calibrating.check_calibratable(
@@ -966,6 +963,24 @@ def calibrate(
             "same command is quick now"
         ) from error
     display.show_calibration(display.console(), found, Path(out))
+
+
+def _resolved(path: str) -> Path:
+    """Return where a path leads; links that lead to themselves are left as they are."""
+    return Path(os.path.realpath(path))
+
+
+def _why_no_file(path: Path) -> str | None:
+    """Say why no file can be written at a path; None where nothing is known against it."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        possible = path.parent.is_dir()
+    except OSError as error:  # a name too long, a loop of links
+        return error.strerror
+    else:
+        possible = not path.is_dir()
+    return None if possible else "it must be a file in a folder that is there"
 
 
 # -------------------------------------------------------------------- models

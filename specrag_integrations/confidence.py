@@ -269,6 +269,8 @@ class Calibration:
         """
         written = json.dumps({"version": _VERSION, **asdict(self)}, indent=2, allow_nan=False)
         place = Path(path)
+        with suppress(FileNotFoundError):
+            place.stat()  # a loop of links: `resolve` would raise what is no OSError
         if place.exists() and not place.is_file():  # a pipe, or /dev/stdout
             place.write_text(written + "\n", encoding="utf-8")
             return

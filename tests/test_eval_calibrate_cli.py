@@ -260,6 +260,7 @@ def test_a_precision_out_of_reach_is_said_to_be(
         (["--delta", "0"], 2, "--delta"),
         (["--out", "nowhere/mine.json"], 2, "--out nowhere/mine.json cannot be written"),
         (["--out", "."], 2, "--out . cannot be written"),
+        (["--out", "m" * 300], 2, "m cannot be written: File name too long"),
     ],
 )
 def test_what_cannot_be_calibrated_is_told_before_anything_is_asked(
@@ -272,6 +273,19 @@ def test_what_cannot_be_calibrated_is_told_before_anything_is_asked(
     assert message in fails("calibrate", data, *url, *options, code=code)
     assert not server.chats
     assert not file.exists()
+
+
+def test_a_loop_of_links_is_one_line(server: ScriptedServer, tmp_path: Path) -> None:
+    """Whether it stands for the questions or for the file, before anything is asked."""
+    data, loop = rows(tmp_path / "rivers.jsonl", 50), tmp_path / "loop"
+    loop.symlink_to(loop)
+    url = ("--drafter", server.base_url)
+
+    told = fails("calibrate", data, *url, "--out", loop, code=2)
+    assert f"--out {loop} cannot be written: Too many levels of symbolic links" in told
+    told = fails("calibrate", loop, *url, "--out", tmp_path / "mine.json")
+    assert f"{loop}: cannot be read" in told
+    assert not server.chats
 
 
 def test_questions_that_no_rule_can_judge_are_not_asked(
@@ -432,3 +446,8 @@ def test_a_calibration_may_go_through_a_link(tmp_path: Path) -> None:
     assert Calibration.load(tmp_path / "real.json") == one
     one.save(os.devnull)
     assert not Path(os.devnull).is_file()
+    # One that leads to itself leads to no file: that is an OSError as any other.
+    loop = tmp_path / "loop.json"
+    loop.symlink_to(loop)
+    with pytest.raises(OSError, match="symbolic links"):
+        one.save(loop)

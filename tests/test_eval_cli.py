@@ -305,6 +305,10 @@ def test_features_hold_no_text(scripted: Scripted, data: Path, tmp_path: Path) -
     nowhere = tmp_path / "missing" / "features.jsonl"
     assert "cannot be written" in fails("report", out, "--features", nowhere)
     assert "name another" in fails("report", out, "--features", out / "outcomes.jsonl", code=2)
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert f"{loop} cannot be written" in fails("report", out, "--features", loop)
+    assert f"{loop}: holds no run" in fails("report", loop, "--features", features)
     text = features.read_text()
     assert len(text.splitlines()) == 16
     assert "river 0" not in text

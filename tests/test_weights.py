@@ -503,6 +503,12 @@ def test_resolve_refuses_what_is_no_gguf_file(place: Place, tmp_path: Path) -> N
         weights.resolve(text)
     with pytest.raises(WeightsError, match="cannot be read: Is a directory"):
         weights.resolve(tmp_path)
+    with pytest.raises(WeightsError, match="'w{300}' cannot be read: File name too long"):
+        weights.resolve("w" * 300)
+    with pytest.raises(
+        WeightsError, match="'~no-such-user/w' cannot be read: Could not determine home"
+    ):
+        weights.resolve("~no-such-user/w")
 
 
 def test_importing_the_package_is_light() -> None:

@@ -139,8 +139,13 @@ def is_known(name_or_path: StrPath, *, registry: StrPath | None = None) -> bool:
         )
     if os.fspath(name_or_path) in known:
         return True
-    path = Path(name_or_path).expanduser()
-    if not path.exists():
+    try:
+        path = Path(name_or_path).expanduser()
+        there = path.exists()
+    except (OSError, RuntimeError) as error:  # a name too long for a file, the home of nobody
+        reason = getattr(error, "strerror", None) or error
+        raise WeightsError(f"{os.fspath(name_or_path)!r} cannot be read: {reason}") from error
+    if not there:
         raise WeightsError(
             f"{os.fspath(name_or_path)!r} is neither a file nor one of the known weights: "
             f"{', '.join(known)}"
