@@ -63,19 +63,24 @@ def asked(server: ScriptedServer) -> str:
         [],
         [
             {"role": "system", "content": "Be {kind}."},
-            {"role": "user", "content": "Is there a {bridge}?"},
+            {"role": "user", "content": "Is there a {bridge}, {query_str}, {question}?"},
             {"role": "assistant", "content": "Yes {sir}."},
         ],
     ],
 )
+@pytest.mark.parametrize(
+    "instructions", [None, "The answer is one of: {true}, {query_str}, {question}, {{false}}."]
+)
 def test_with_our_prompt_the_request_is_that_of_standard_rag(
-    scripted: Scripted, kind: Kind, history: list[dict[str, str]]
+    scripted: Scripted, kind: Kind, history: list[dict[str, str]], instructions: str | None
 ) -> None:
     """Both frameworks' templates carry our few-shot chat, to the last byte of the request."""
     server = scripted(Reply("Ada Lund [1]"))
+    endpoint = Endpoint(server.base_url)
+    asked = {"question": QUESTION, "passages": PASSAGES, "history": history}
 
-    StandardRAG(Endpoint(server.base_url)).ask(QUESTION, PASSAGES, history=history)
-    kind(Endpoint(server.base_url), prompt="ours").ask(QUESTION, PASSAGES, history=history)
+    StandardRAG(endpoint, instructions=instructions).ask(**asked)
+    kind(endpoint, prompt="ours", instructions=instructions).ask(**asked)
 
     ours, theirs = server.chats
     assert theirs == ours

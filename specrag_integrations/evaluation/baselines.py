@@ -323,9 +323,14 @@ def _numbered_texts(passages: Sequence[Passage]) -> list[str]:
 def _our_turns(
     history: Sequence[Message], instructions: str | None, *, question: str, context: str
 ) -> tuple[Sequence[Message], str]:
-    """Return our prompt's earlier turns, and its last with two variables of a template in it."""
+    """Return our prompt's earlier turns, and its last as a template.
+
+    Its variables are those two and, where there are any, the instructions: braces in these would be
+    taken for variables of their own.
+    """
     slot = Passage(text=context)
-    *earlier, last = answer_messages(question, [slot], history=history, instructions=instructions)
+    told = instructions and "{instructions}"
+    *earlier, last = answer_messages(question, [slot], history=history, instructions=told)
     return earlier, last.content.replace(numbered([slot]), context)
 
 
@@ -336,8 +341,14 @@ def _llama_index_template(history: Sequence[Message], instructions: str | None) 
     earlier, last = _our_turns(
         history, instructions, question="{query_str}", context="{context_str}"
     )
-    turns = [ChatMessage(role=turn.role, content=turn.content) for turn in earlier]
-    return ChatPromptTemplate([*turns, ChatMessage(role="user", content=last)])
+    # Every message is a template, so that the words of the earlier ones are values as well.
+    words = {f"turn_{number}": turn.content for number, turn in enumerate(earlier)}
+    turns = [
+        ChatMessage(role=turn.role, content=f"{{{name}}}")
+        for name, turn in zip(words, earlier, strict=True)
+    ]
+    template = ChatPromptTemplate([*turns, ChatMessage(role="user", content=last)])
+    return template.partial_format(instructions=instructions or "", **words)
 
 
 def _langchain_template(history: Sequence[Message], instructions: str | None) -> Any:
@@ -348,7 +359,8 @@ def _langchain_template(history: Sequence[Message], instructions: str | None) ->
     earlier, last = _our_turns(history, instructions, question="{question}", context="{context}")
     # Messages are taken as they are; only a (role, text) pair is a template.
     turns = [kinds[turn.role](turn.content) for turn in earlier]
-    return ChatPromptTemplate.from_messages([*turns, ("human", last)])
+    template = ChatPromptTemplate.from_messages([*turns, ("human", last)])
+    return template.partial(instructions=instructions or "")
 
 
 @cache
