@@ -669,11 +669,27 @@ def test_bars_are_as_long_as_their_seconds() -> None:
         assert pytest.approx([width / drawn[0] for width in drawn], abs=0.01) == [1.0, 2.0, 4.0]
 
 
+def test_every_stage_has_a_colour_of_its_own() -> None:
+    """Whichever systems are compared: the legend tells them all apart, unknown ones too."""
+    summary = whole()
+    spent = dict.fromkeys(("draft", "verify", "select", "refine", "fallback", "audit"), 1.0)
+    summary["systems"][1]["stages"] = {"partition": 1.0, **spent}
+
+    wide = drawing(report_html(summary), "stages", "wide")
+    swatches = re.findall(r'width="14" height="12" class="stage ([^"]*)"', wide)
+    assert len(set(swatches)) == len(swatches) == 8
+
+
+def drawing(html: str, figure: str, kind: str) -> str:
+    """Return one drawing of a figure."""
+    start = html.index(f'aria-labelledby="{figure}-{kind}-title')
+    return html[start : html.index("</svg>", start)]
+
+
 def dots(html: str, figure: str, kind: str) -> dict[str, tuple[float, float]]:
     """Return where a drawing's dots are, by what they are called."""
-    start = html.index(f'aria-labelledby="{figure}-{kind}-title')
-    drawing = html[start : html.index("</svg>", start)]
-    found = re.findall(r'<circle cx="([^"]*)" cy="([^"]*)"[^>]*><title>([^<:]*)', drawing)
+    circle = r'<circle cx="([^"]*)" cy="([^"]*)"[^>]*><title>([^<:]*)'
+    found = re.findall(circle, drawing(html, figure, kind))
     return {name: (float(x), float(y)) for x, y, name in found}
 
 

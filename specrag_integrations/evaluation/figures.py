@@ -36,7 +36,7 @@ _STAGES = {
     "verify": 1,
     "select": 3,
     "fallback": 2,
-    "refine": 3,
+    "refine": _SERIES,  # the draft's, and paler
     "answer": 4,
 }
 """The stages in their order and the colours they keep."""
