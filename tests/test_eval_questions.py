@@ -5,6 +5,7 @@ All rows are invented.
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 from collections import Counter
@@ -677,6 +678,18 @@ def test_pubhealth_is_read(
     assert not any("Fact check" in text for text in shown)
     assert caplog.messages == [f"{path}: claims left out because no label is given: 2"]
     assert "with --docs" in error_of(path)
+
+
+def test_a_long_article_costs_no_table(tmp_path: Path, docs: list[Path]) -> None:
+    """A cell may be longer than csv allows by default, and its limit is what it was afterwards."""
+    row = "0\t101\tThe wall is old.\tIt is.\t{}\ttrue\twalls\n"
+    path = write(tmp_path / "test.tsv", PUBHEALTH_HEADER + row.format("x" * 200_000))
+    before = csv.field_size_limit()
+
+    (question,) = read_questions([path], docs=docs)
+
+    assert question.id == "101"
+    assert csv.field_size_limit() == before
 
 
 def test_pubhealth_is_read_from_lines(tmp_path: Path, docs: list[Path]) -> None:

@@ -14,6 +14,7 @@ import reprlib
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -725,13 +726,24 @@ def _table_records(text: str, path: Path) -> Iterator[_Record]:
         number = skipped + ended + 1
         where = f"{path}, line {number}"
         try:
-            record = next(rows)
+            with _cells_up_to(len(table)):
+                record = next(rows)
         except StopIteration:
             return
         except csv.Error as error:
             raise InputError(f"{where}: not a line of a table with tabs ({error})") from error
         ended = rows.line_num
         yield number, where, {key: item for key, item in record.items() if item is not None}
+
+
+@contextmanager
+def _cells_up_to(characters: int) -> Iterator[None]:
+    """Let cells be so long for a while: the limit is the process's, and others may rely on it."""
+    before = csv.field_size_limit(characters)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
 
 
 # The hub
