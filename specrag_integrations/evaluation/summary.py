@@ -369,7 +369,7 @@ def _as_outcome(system: str, question: Question, draft: DraftOutcome | None) -> 
     """Return a draft as if it had been the answer; without one, an unanswered question."""
     right = draft is not None and draft.right
     grades = Grades(
-        right=None if question.kind == "long" and question.answerable else right,
+        right=right if question.is_judged else None,
         contained=right,
         exact=False,
         f1=draft.f1 if draft else 0.0,
