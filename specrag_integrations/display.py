@@ -639,8 +639,9 @@ def _show_cautions(
     out: Console, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 ) -> None:
     """Print which figures are not what they seem."""
-    if told := summary.get("mixed_times"):
-        out.print(_text(told, "yellow"))
+    for name in ("mixed_times", "shared_prompts"):
+        if told := summary.get(name):
+            out.print(_text(told, "yellow"))
     for row in rows:
         if row["errors"]:
             out.print(_text(_told_of_failures(row), "yellow"))

@@ -225,11 +225,13 @@ def _verdict(found: Forecast) -> str:
         f"{in_seconds(option.draft)}, verification {in_seconds(option.verify)}, against "
         f"{in_seconds(standard.seconds)})"
     )
+    read = load.longest + (option.num_drafts - 1) * load.per_draft
+    if read < load.passages:
+        told += f", but its drafts read at most {read} of the {load.passages} passages"
     if option.num_drafts < load.covering:
-        read = option.num_drafts * load.per_draft
         told += (
-            f", but its drafts read {read} of the {load.passages} passages; for all of them, "
-            f"m = {load.covering}, it takes {in_seconds(found.options[-1].seconds)}"
+            f"; m = {load.covering}, which reads more, takes "
+            f"{in_seconds(found.options[-1].seconds)}"
         )
     return f"{told}."
 

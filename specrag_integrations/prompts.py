@@ -112,6 +112,8 @@ def checked_template(name: str, template: Template) -> Template:
             wrong = f"{'an empty ' if turns in ([], ()) else 'a '}{type(turns).__name__}"
         elif others := [turn for turn in turns if not isinstance(turn, Message)]:
             wrong = f"a {type(turns).__name__} that holds a {type(others[0]).__name__}"
+        elif odd := [turn for turn in turns if not isinstance(turn.content, str)]:
+            wrong = f"a Message whose content is a {type(odd[0].content).__name__}"
         else:
             return tuple(turns)
         raise ConfigurationError(

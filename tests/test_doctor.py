@@ -466,9 +466,16 @@ def test_the_verdict_on_drafts_that_queue() -> None:
 
     assert verdict(Servers(drafter=drafter, verifier=SLOW)) == (
         "Tier reflection, m = 2: about 1.3x faster than standard RAG on 10 passages of 200 tokens "
-        "(drafts 1.7 s, verification 0.21 s, against 2.5 s), but its drafts read 4 of the 10 "
-        "passages; for all of them, m = 5, it takes 4.4 s."
+        "(drafts 1.7 s, verification 0.21 s, against 2.5 s), but its drafts read at most 4 of the "
+        "10 passages; m = 5, which reads more, takes 4.4 s."
     )
+
+
+def test_the_verdict_on_more_passages_than_any_drafts_read() -> None:
+    """Ten drafts are the most, and what they leave unread is said as well."""
+    told = verdict(Servers(drafter=QUICK, verifier=SLOW), replace(LOAD, passages=100))
+    assert "m = 10: " in told
+    assert told.endswith("but its drafts read at most 20 of the 100 passages.")
 
 
 @pytest.mark.parametrize(

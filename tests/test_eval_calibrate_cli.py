@@ -298,7 +298,7 @@ def test_questions_that_no_rule_can_judge_are_not_asked(
     told = fails("calibrate", long, *command, **cache)
 
     assert "at least 40 questions with a scored draft" in told
-    assert "there are 0, those with long answers not counted" in told
+    assert "there are 0. Those with long answers" in told
     assert not server.chats
 
     specrag("calibrate", long, rows(tmp_path / "rivers.jsonl", 45), *command, **cache)

@@ -22,7 +22,7 @@ from specrag_integrations.evaluation.outcomes import (
     write_outcomes,
 )
 from specrag_integrations.evaluation.questions import Question
-from specrag_integrations.evaluation.sittings import Sitting
+from specrag_integrations.evaluation.sittings import Sitting, shared_prompts
 from specrag_integrations.evaluation.summary import HourPrice, compared, summarised
 from specrag_integrations.evaluation.systems import parse_systems
 
@@ -843,6 +843,23 @@ def test_replayed_answers_have_no_times_to_mix(tmp_path: Path) -> None:
     """Rightness is the same on any machine."""
     both = sitting(machine=FAST), sitting(machine=SLOW)
     assert answered_in(tmp_path, *both, seconds=None)["mixed_times"] is None
+
+
+@pytest.mark.parametrize(
+    ("identities", "timed", "told"),
+    [
+        (("a", "a"), ("standard", "drafter_only"), True),
+        (("a", "a"), ("standard", "speculative"), False),
+        (("a", "b"), ("standard", "drafter_only"), False),
+    ],
+)
+def test_one_model_in_both_roles_meets_its_own_prompts(
+    identities: tuple[str, str], timed: tuple[str, ...], *, told: bool
+) -> None:
+    """The drafter alone is then standard RAG, and the second of them is served from the cache."""
+    roles = zip(("drafter", "verifier"), identities, strict=True)
+    models = {role: {"identity": identity} for role, identity in roles}
+    assert bool(shared_prompts(models, timed)) is told
 
 
 def test_a_sitting_that_answered_nothing_leaves_nothing(tmp_path: Path) -> None:

@@ -750,6 +750,7 @@ def test_a_template_that_takes_other_arguments_is_refused(
         ("Answer this.", "it returned a str"),
         ([{"role": "user", "content": "Question?"}], "it returned a list that holds a dict"),
         (iter([user("Question?")]), "it returned a list_iterator"),
+        ([user(5)], "it returned a Message whose content is a int"),  # type: ignore[arg-type]
     ],
 )
 @pytest.mark.parametrize("name", ["draft_template", "fallback_template"])

@@ -317,6 +317,7 @@ def test_counts_reason_and_model_are_read_where_they_make_sense():
     assert (reply.finish_reason, reply.model) == ("stop", "m")
     odd = read(body(usage={"prompt_tokens": "7", "completion_tokens": True}, model=3))
     assert (odd.count.prompt, odd.count.completion, odd.model) == (None, None, None)
+    assert read(body(usage={"prompt_tokens": -5})).count.prompt is None
     assert read(body(usage=[1])).count.prompt is None
 
 

@@ -227,8 +227,9 @@ def _check_enough(questions: int) -> None:
     if questions < LEAST_QUESTIONS:
         raise InputError(
             f"calibrating needs at least {LEAST_QUESTIONS} questions with a scored draft, and "
-            f"several hundred to promise much; there are {questions}, those with long answers not "
-            "counted, since no rule judges these"
+            f"several hundred to promise much; there are {questions}. Those with long answers, "
+            "which no rule judges, and those whose drafts all failed, abstained or could not be "
+            "scored do not count"
         )
 
 

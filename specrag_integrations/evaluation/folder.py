@@ -24,7 +24,7 @@ from specrag_integrations.evaluation.questions import Question
 from specrag_integrations.evaluation.ragas import Judgement
 from specrag_integrations.evaluation.report import check_template, report_html
 from specrag_integrations.evaluation.runs import Key
-from specrag_integrations.evaluation.sittings import Sitting, mixed_times
+from specrag_integrations.evaluation.sittings import Sitting, mixed_times, shared_prompts
 from specrag_integrations.evaluation.summary import Compared, Prices, compared, summarised
 from specrag_integrations.evaluation.systems import System
 from specrag_integrations.models import Message
@@ -279,6 +279,7 @@ class RunFolder:
             **asdict(self.manifest.sittings[0]),
             **asdict(self.manifest),
             "mixed_times": mixed_times(self._timed(run)),
+            "shared_prompts": shared_prompts(self.manifest.models, _timed_systems(run)),
             **summarised(run, prices=prices),
         }
         if self.path is not None:
@@ -427,3 +428,11 @@ def _naming(path: Path | None) -> Iterator[None]:
         raise EvaluationError(
             f"{error.filename2 or error.filename or path} cannot be used: {error.strerror or error}"
         ) from error
+
+
+def _timed_systems(run: Compared) -> list[str]:
+    return [
+        system.name
+        for system in run.systems
+        if any(one.seconds is not None for one in run.of(system.name))
+    ]

@@ -49,6 +49,7 @@ _SUMMARY: dict[str, Any] = {
     **_SITTING,
     "sittings": [_SITTING],
     "mixed_times": None,
+    "shared_prompts": None,
     "models": {"drafter": _MODEL, "verifier": _MODEL},
     "judge": _MODEL,
     "datasets": [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -40,6 +40,21 @@ def mixed_times(sittings: Sequence[Sitting]) -> str | None:
     return (
         f"The times come from {', and from '.join(mixed)}: measure them anew, with --fresh and an "
         "--out of its own."
+    )
+
+
+def shared_prompts(models: Mapping[str, Mapping[str, Any]], timed: Iterable[str]) -> str | None:
+    """Say that two systems' times are no comparison; None where nothing is known against them.
+
+    With one model in both roles the drafter alone is asked the very prompt of standard RAG, and
+    whoever comes second finds it in the server's prefix cache.
+    """
+    drafter, verifier = (models.get(role, {}).get("identity") for role in ("drafter", "verifier"))
+    if drafter is None or drafter != verifier or not {"drafter_only", "standard"} <= set(timed):
+        return None
+    return (
+        "One model has both roles, and standard and drafter_only send it the same prompts, which "
+        "its server remembers: their times, and the speed-ups, say nothing. Leave drafter_only out."
     )
 
 
