@@ -275,12 +275,14 @@ class RunFolder:
             MissingDependencyError: the report needs jinja2.
         """
         run = compared(questions, systems, self.outcomes, self.judgements)
+        figures = summarised(run, prices=prices)
+        timed = [row["name"] for row in figures["systems"] if row["total"]]
         summary = {
             **asdict(self.manifest.sittings[0]),
             **asdict(self.manifest),
             "mixed_times": mixed_times(self._timed(run)),
-            "shared_prompts": shared_prompts(self.manifest.models, _timed_systems(run)),
-            **summarised(run, prices=prices),
+            "shared_prompts": shared_prompts(self.manifest.models, timed),
+            **figures,
         }
         if self.path is not None:
             self.write(SUMMARY, json.dumps(summary, ensure_ascii=False, indent=2))
@@ -428,11 +430,3 @@ def _naming(path: Path | None) -> Iterator[None]:
         raise EvaluationError(
             f"{error.filename2 or error.filename or path} cannot be used: {error.strerror or error}"
         ) from error
-
-
-def _timed_systems(run: Compared) -> list[str]:
-    return [
-        system.name
-        for system in run.systems
-        if any(one.seconds is not None for one in run.of(system.name))
-    ]

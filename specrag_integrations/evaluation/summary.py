@@ -220,12 +220,18 @@ def _difference(pairs: Sequence[tuple[Outcome, Outcome]]) -> Difference | None:
 
 
 def _graded_difference(pairs: Sequence[tuple[Outcome, Outcome]], name: str) -> Json | None:
-    """Return the difference to standard RAG over the questions where both answers have a number."""
     graded = [(a.grades, b.grades) for a, b in pairs if a.grades and b.grades]
     values = [(getattr(a, name), getattr(b, name)) for a, b in graded]
-    both = [(a, b) for a, b in values if a is not None and b is not None]
-    bound = None if name == "words" else 1.0
-    return _tested(paired_difference([a for a, _ in both], [b for _, b in both], bound=bound))
+    return _known_difference(values, bound=None if name == "words" else 1.0)
+
+
+def _known_difference(
+    values: Iterable[tuple[float | None, float | None]], *, bound: float | None = 1.0
+) -> Json | None:
+    """Return the difference to standard RAG over the questions where both answers have a number."""
+    both = [(ours, theirs) for ours, theirs in values if ours is not None and theirs is not None]
+    ours, theirs = [one for one, _ in both], [other for _, other in both]
+    return _tested(paired_difference(ours, theirs, bound=bound))
 
 
 def _judged(run: Compared, system: str, name: str) -> dict[tuple[str, str], float]:
@@ -240,10 +246,8 @@ def _judged(run: Compared, system: str, name: str) -> dict[tuple[str, str], floa
 
 
 def _judged_difference(run: Compared, system: System, name: str) -> Json | None:
-    """Return the difference to standard RAG over the questions where both answers have a number."""
     ours, theirs = _judged(run, system.name, name), _judged(run, BASELINE, name)
-    both = [question for question in ours if question in theirs]
-    return _tested(paired_difference([ours[one] for one in both], [theirs[one] for one in both]))
+    return _known_difference((value, theirs.get(question)) for question, value in ours.items())
 
 
 def _on(run: Compared, system: System, dataset: str) -> Json:
